@@ -1,0 +1,41 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+EXPERIMENT ?= conservative
+DATA ?= cifar10
+ARGS ?=
+
+.PHONY: help setup quickstart train data test test-data lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: .venv/ready ## build .venv with everything pinned
+
+.venv/ready: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: setup ## train a short gated run on MNIST and show what the gates did
+	$(BIN)/python src/train.py +experiment=quickstart $(ARGS)
+
+train: setup ## train an experiment: make train EXPERIMENT=balanced ARGS='seed=1'
+	$(BIN)/python src/train.py +experiment=$(EXPERIMENT) $(ARGS)
+
+data: setup ## fetch and verify a data set ahead: make data DATA=cifar10
+	$(BIN)/python -m cosinegate.data $(DATA) $(ARGS)
+
+test: setup ## lint, and every test that needs no download
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-data: setup ## the real CIFAR-10 and MNIST paths
+	$(BIN)/python -m pytest -m data $(ARGS)
+
+bench: setup ## measure training speed as ratios, into results/bench
+	$(BIN)/python src/bench.py $(ARGS)
+
+clean: ## remove .venv and caches; data and runs stay
+	rm -rf .venv .pytest_cache .ruff_cache src/*.egg-info

@@ -1,0 +1,1 @@
+"""Reading run records and drawing what they hold."""

@@ -1,0 +1,23 @@
+"""Draws the run's curves when it ends."""
+
+from pathlib import Path
+
+import lightning.pytorch as L
+
+from cosinegate.analysis.curves import draw_curves
+from cosinegate.loggers import MetricsCSV
+
+
+class Curves(L.Callback):
+    """figures/curves.png: accuracy, efficiency, gate curves and the block x epoch heat map."""
+
+    def __init__(self, run_dir: str, title: str, tau_target: float, warmup_epochs: float) -> None:
+        self.path = Path(run_dir) / "figures" / "curves.png"
+        self.title = title
+        self.tau_target = tau_target
+        self.warmup_epochs = warmup_epochs
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        rows = next(logger.rows for logger in trainer.loggers if isinstance(logger, MetricsCSV))
+        if trainer.is_global_zero and rows:
+            draw_curves(rows, self.path, self.title, self.tau_target, self.warmup_epochs)

@@ -1,0 +1,52 @@
+"""Measures the FLOPs that every evaluation really runs, beside the mean gate that the paper counts."""
+
+from typing import Any
+
+import lightning.pytorch as L
+from torch.utils.flop_counter import FlopCounterMode
+
+from cosinegate.deploy.flops import dense_flops
+from cosinegate.lit import LitCosineGate
+
+
+class ExecutedFlops(L.Callback):
+    """`executed` is what the last evaluation ran, as a share of the dense network's FLOPs."""
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        self.shape = shape  # (H, W, C) of an image
+        self.executed: float | None = None
+        self.dense = 0  # FLOPs of the dense network for one image
+
+    def setup(self, trainer: L.Trainer, pl_module: LitCosineGate, stage: str) -> None:
+        self.dense = dense_flops(pl_module.network, self.shape)
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self.images = 0
+        self.flops = 0
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, *where: int) -> None:
+        self.images += len(batch[1])
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    on_test_batch_start = on_validation_batch_start
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: Any, batch: Any, *where: int
+    ) -> None:
+        self.counter.__exit__(None, None, None)
+        self.flops += self.counter.get_total_flops()
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self._finish(trainer)
+        pl_module.log("flops/executed", self.executed, sync_dist=True)
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self._finish(trainer)
+
+    def _finish(self, trainer: L.Trainer) -> None:
+        self.executed = self.flops / (self.images * self.dense)

@@ -1,0 +1,54 @@
+"""What moves with time: prog(t), the gates' temperature and noise, and the seed of every epoch."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+
+from cosinegate.config import ObjectiveConfig, RelaxationConfig
+from cosinegate.lit import LitCosineGate
+from cosinegate.objective import prog
+from cosinegate.relaxation import Relaxation, anneal
+
+
+class Warmup(L.Callback):
+    """Sets the objective's prog(t) (Eq. 19). t counts epochs; `per_step` counts fractions of one too."""
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        self.config = config
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        pl_module.objective.prog = prog(trainer.current_epoch, self.config.warmup_epochs)
+        pl_module.log("schedule/prog", pl_module.objective.prog, on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
+        if self.config.per_step:
+            t = trainer.current_epoch + batch_idx / trainer.num_training_batches
+            pl_module.objective.prog = prog(t, self.config.warmup_epochs)
+
+
+class Anneal(L.Callback):
+    """Moves the gates' temperature over the run, and turns their noise off for its last part."""
+
+    def __init__(self, config: RelaxationConfig) -> None:
+        self.config = config
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        config = self.config
+        relaxations = [module for module in pl_module.network.modules() if isinstance(module, Relaxation)]
+        progress = trainer.current_epoch / max(1, trainer.max_epochs - 1)  # 0 in the first epoch, 1 in the last
+        for relaxation in relaxations:
+            relaxation.temperature = anneal(config.annealing, config.temperature, config.temperature_end, progress)
+            relaxation.noisy = trainer.current_epoch < config.noise_until * trainer.max_epochs
+            pl_module.log("schedule/temperature", relaxation.temperature, on_step=False, on_epoch=True, sync_dist=True)
+
+
+class Reseed(L.Callback):
+    """Seeds every epoch by (seed, epoch, process), so that a run that was stopped draws the noise it would have drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        place = (self.seed * 1_000_003 + trainer.current_epoch) * 1_009 + trainer.global_rank
+        torch.manual_seed(place % 2**63)

@@ -1,0 +1,65 @@
+"""Runs an entry point under Hydra. A person's mistake ends as one line on stderr, with exit code 2."""
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from cosinegate.errors import UserError
+
+CONF = Path(__file__).parents[2] / "conf"
+EXIT_MISTAKE = 2
+
+
+def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
+    """Composes `conf/<config_name>.yaml` with the command line and hands it to the task."""
+
+    def guarded(config: DictConfig) -> Any:
+        try:
+            return task(config)
+        except (UserError, OmegaConfBaseException) as error:
+            _end(error)
+        except KeyboardInterrupt:
+            sys.exit("interrupted: start the same command again to go on")
+
+    asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
+    try:
+        hydra.main(config_path=str(CONF), config_name=config_name, version_base="1.3")(guarded)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if asked_for_traceback:
+            raise
+        _end(error)
+
+
+def _end(error: Exception) -> NoReturn:
+    print(f"error: {one_line(error)}", file=sys.stderr)
+    sys.exit(EXIT_MISTAKE)
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, with the key, without the advice that a closed schema makes wrong."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        parent, _, key = cause.full_key.rpartition(".")
+        known = _keys(cause.object_type)
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        where = f" in {parent}" if parent else ""
+        return f"{cause.full_key}: no such key{hint}" + (f" Keys{where}: {', '.join(known)}" if known else "")
+    if isinstance(cause, OmegaConfBaseException):
+        return ": ".join(filter(None, [cause.full_key, str(cause.msg or cause).splitlines()[0]]))
+    text = str(error).split("Config search path:")[0].split("Search path:")[0]
+    return " ".join(text.split())
+
+
+def _keys(schema: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else []

@@ -1,0 +1,229 @@
+"""The schema of a config and the range of every value. The values themselves live in `conf/`, never here."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from cosinegate.choices import Annealing, Dataset, GateKind, Polarity, Shortcut, Validation, Weighting
+from cosinegate.errors import UserError
+
+
+@dataclass
+class DataConfig:
+    name: Dataset = MISSING
+    root: str = MISSING  # where verified data is kept
+    folder: str | None = None  # a folder that holds the original files; looked at first
+    validation: Validation = MISSING
+    holdout: int = MISSING  # training images kept for selection with validation: holdout
+    batch_size: int = MISSING  # of one optimizer step, over all devices together
+    eval_batch_size: int = MISSING
+    drop_last: bool = MISSING
+    crop_padding: int = MISSING  # 0: no random crop
+    flip: bool = MISSING
+    mean: list[float] = MISSING
+    std: list[float] = MISSING
+
+
+@dataclass
+class NetworkConfig:
+    depth: int = MISSING  # 6n+2
+    width: int = MISSING  # channels of the first stage
+    shortcut: Shortcut = MISSING
+    post_activation: bool = MISSING
+
+
+@dataclass
+class GammaConfig:
+    init: float = MISSING  # γ_0
+    learnable: bool = MISSING
+
+
+@dataclass
+class ControllerConfig:
+    enabled: bool = MISSING
+    reduction: int = MISSING
+
+
+@dataclass
+class RelaxationConfig:
+    hard: bool = MISSING  # straight-through
+    temperature: float = MISSING
+    temperature_end: float = MISSING  # for every annealing but none
+    annealing: Annealing = MISSING
+    noise_until: float = MISSING  # share of the run after which the noise is off
+
+
+@dataclass
+class GateConfig:
+    kind: GateKind = MISSING
+    polarity: Polarity = MISSING
+    threshold: float = MISSING  # δ
+    gamma: GammaConfig = MISSING
+    controller: ControllerConfig = MISSING
+    relaxation: RelaxationConfig = MISSING
+
+
+@dataclass
+class ConsistencyConfig:
+    detach_target: bool = MISSING
+
+
+@dataclass
+class ObjectiveConfig:
+    lambda_flops: float = MISSING
+    lambda_cons: float = MISSING
+    tau_target: float = MISSING
+    weighting: Weighting = MISSING
+    warmup_epochs: float = MISSING  # T_warmup
+    per_step: bool = MISSING  # t counts fractions of an epoch
+    consistency: ConsistencyConfig = MISSING
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = MISSING
+    momentum: float = MISSING
+    weight_decay: float = MISSING
+    nesterov: bool = MISSING
+    decay_gates: bool = MISSING  # weight decay on the gates' parameters too
+
+
+@dataclass
+class TrainerConfig:
+    """Arguments of lightning's Trainer, under their own names."""
+
+    accelerator: str = MISSING
+    devices: Any = MISSING  # a number, a list of device indices, or "auto"
+    strategy: str = MISSING
+    num_nodes: int = MISSING
+    precision: str = MISSING
+    max_epochs: int = MISSING
+    limit_train_batches: Any = None  # a share (float) or a number (int) of batches
+    limit_val_batches: Any = None  # a share (float) or a number (int) of batches
+    limit_test_batches: Any = None  # a share (float) or a number (int) of batches
+    check_val_every_n_epoch: int = MISSING
+    num_sanity_val_steps: int = MISSING
+    log_every_n_steps: int = MISSING
+    gradient_clip_val: float | None = None
+    accumulate_grad_batches: int = MISSING
+    sync_batchnorm: bool = MISSING
+    deterministic: bool = MISSING
+    detect_anomaly: bool = MISSING
+    enable_progress_bar: bool = MISSING
+    enable_model_summary: bool = MISSING
+
+
+@dataclass
+class Config:
+    name: str = MISSING  # the experiment, and the folder of its runs
+    seed: int = MISSING
+    threads: int | None = None  # torch threads; none leaves torch's own choice
+    runs_dir: str = MISSING
+    run_dir: str | None = None  # none: runs_dir/name/<hash of the config>-s<seed>
+    data: DataConfig = MISSING
+    network: NetworkConfig = MISSING
+    gate: GateConfig = MISSING
+    objective: ObjectiveConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    callbacks: dict[str, Any] = MISSING  # lightning callbacks by `_target_`
+    logger: dict[str, Any] = MISSING  # loggers beside metrics.csv, by `_target_`
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+# The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
+NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "logger", "data.root", "data.folder")
+NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
+
+
+def _batches(value: Any) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return value is None or whole or (isinstance(value, float) and 0 < value <= 1)
+
+
+Rule = tuple[str, Callable[[Any], bool], str]
+RULES: list[Rule] = [
+    ("name", lambda v: v != "" and v not in (".", "..") and "/" not in v, "a plain folder name"),
+    ("seed", lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
+    ("threads", lambda v: v is None or v >= 1, "null or at least 1"),
+    ("data.holdout", lambda v: v >= 1, "at least 1"),
+    ("data.batch_size", lambda v: v >= 1, "at least 1"),
+    ("data.eval_batch_size", lambda v: v >= 1, "at least 1"),
+    ("data.crop_padding", lambda v: v >= 0, "at least 0"),
+    ("data.std", lambda v: all(s > 0 for s in v), "above 0 for each channel"),
+    ("network.depth", lambda v: v >= 8 and (v - 2) % 6 == 0, "6n+2: 8, 14, 20, 26, 32, ..."),
+    ("network.width", lambda v: v >= 1, "at least 1"),
+    ("gate.threshold", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
+    ("gate.controller.reduction", lambda v: v >= 1, "at least 1"),
+    ("gate.relaxation.temperature", lambda v: v > 0, "above 0"),
+    ("gate.relaxation.temperature_end", lambda v: v > 0, "above 0"),
+    ("gate.relaxation.noise_until", lambda v: 0 <= v <= 1, "a share of the run, from 0 to 1"),
+    ("objective.lambda_flops", lambda v: v >= 0, "at least 0"),
+    ("objective.lambda_cons", lambda v: v >= 0, "at least 0"),
+    ("objective.tau_target", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("objective.warmup_epochs", lambda v: v >= 0, "at least 0"),
+    ("optimizer.lr", lambda v: v > 0, "above 0"),
+    ("optimizer.momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    ("optimizer.weight_decay", lambda v: v >= 0, "at least 0"),
+    ("trainer.max_epochs", lambda v: v >= 1, "at least 1"),
+    *((f"trainer.limit_{stage}_batches", _batches, "null, a number of batches (1, 2, ...) or a share (0.0 < x <= 1.0)")
+      for stage in ("train", "val", "test")),
+    ("trainer.num_nodes", lambda v: v >= 1, "at least 1"),
+    ("trainer.check_val_every_n_epoch", lambda v: v >= 1, "at least 1"),
+    ("trainer.accumulate_grad_batches", lambda v: v >= 1, "at least 1"),
+]
+
+
+def validate(config: DictConfig) -> None:
+    """Ends with one line that names the first key whose value is missing or out of range."""
+    missing = OmegaConf.missing_keys(config)
+    if missing:
+        raise UserError(f"{sorted(missing)[0]} has no value: set it on the command line or in the experiment's file")
+    for key, value in _leaves(primitives(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key} = {value}: must be a finite number")
+    for key, allowed, words in RULES:
+        value = OmegaConf.select(config, key)
+        if not allowed(value):
+            raise UserError(f"{key} = {value}: must be {words}")
+    gamma = config.gate.gamma.init
+    if config.gate.polarity is Polarity.paper and gamma >= 0:
+        raise UserError(f"gate.gamma.init = {gamma}: must be below 0 with gate.polarity=paper (the paper has γ < 0)")
+    if config.optimizer.nesterov and config.optimizer.momentum == 0:
+        raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
+    if len(config.data.mean) != len(config.data.std):
+        raise UserError(f"data.mean has {len(config.data.mean)} values and data.std {len(config.data.std)}: one a channel")
+
+
+def primitives(config: DictConfig) -> dict[str, Any]:
+    """The resolved config as plain dicts, lists, numbers and words."""
+    return OmegaConf.to_container(config, resolve=True, enum_to_str=True, throw_on_missing=True)
+
+
+def identity(config: DictConfig) -> str:
+    """Ten hex digits that two runs share when they compute the same, the seed aside."""
+    copy = config.copy()
+    copy.run_dir = None  # callbacks may point into it
+    content = primitives(copy)
+    for key in NOT_IDENTITY:
+        *parents, last = key.split(".")
+        node = content
+        for parent in parents:
+            node = node[parent]
+        del node[last]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _leaves(node: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(node, dict):
+        return [leaf for key, child in node.items() for leaf in _leaves(child, f"{path}.{key}" if path else key)]
+    if isinstance(node, list):
+        return [leaf for child in node for leaf in _leaves(child, path)]
+    return [(path, node)]

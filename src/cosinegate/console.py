@@ -1,0 +1,69 @@
+"""What a person sees in the terminal. Plain text where there is no terminal, no colour where NO_COLOR asks for none."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from cosinegate.routing import RoutingSummary
+
+
+@rank_zero_only
+def say(words: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(words, markup=False)
+
+
+@rank_zero_only
+def show_record(record: dict[str, Any], folder: Path) -> None:
+    """The table that ends a training run."""
+    accuracy, flops = record["accuracy"], record["flops"]
+    table = Table(title=f"{record['experiment']} on {record['data']}, seed {record['seed']}", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("how", overflow="fold")
+    chosen = "the test set" if record["selected_on"] == "test" else "held-out training images"
+    rows = [
+        ("test accuracy", percent(accuracy["test"]), f"hard gates, {accuracy['test_of']} epoch"),
+        ("last accuracy", percent(accuracy["last"]), f"epoch {record['epochs']['done']}"),
+        ("peak accuracy", percent(accuracy["best"]), f"epoch {accuracy['best_epoch']}, chosen on {chosen}"),
+        ("mean gate", f"{record['mean_gate']:.3f}", f"target {record['tau_target']:g}"),
+        ("skip", f"{record['skip_percent']:.1f}%", "1 - mean gate"),
+        ("FLOPs counted", f"{flops['counted']:.3f}", "the paper's figure: the mean gate"),
+        ("FLOPs executed", f"{flops['executed']:.3f}", "measured, whole network / dense network"),
+        ("dynamic blocks", f"{record['dynamic_blocks']} of {len(record['blocks_open'])}", "open for 5-95% of the images"),
+        ("distinct paths", str(record["paths"]), "sets of open blocks"),
+        ("images/s", f"{record['images_per_second']:.0f}", f"training; {record['seconds']:.0f} s in all"),
+    ]
+    if record["gate"] == "none":
+        rows = [row for row in rows if row[0] not in ("mean gate", "skip", "FLOPs counted", "dynamic blocks", "distinct paths")]
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    figure = folder / "figures" / "curves.png"
+    if figure.exists():
+        say(f"figure  {figure}")
+    say(f"record  {folder / 'record.json'}")
+
+
+def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
+    """Class x block: the share of a class's images that compute each block."""
+    table = Table(title="share of images that compute each block", title_justify="left")
+    table.add_column("class")
+    table.add_column("accuracy", justify="right")
+    for block in range(summary.open.numel()):
+        table.add_column(f"{block}", justify="right")
+    for index, name in enumerate(classes):
+        right = summary.correct[index] / summary.count[index].clamp_min(1)
+        table.add_row(name, percent(right.item()), *(f"{share:.2f}" for share in summary.open_by_class[index].tolist()))
+    table.add_section()
+    right = summary.correct.sum() / summary.count.sum()
+    table.add_row("all", percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))
+    if summary.cir is not None:
+        table.add_row("CIR", "", *(f"{value:.2f}" for value in summary.cir.tolist()))
+    Console().print(table)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f}%"

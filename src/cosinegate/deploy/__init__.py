@@ -1,0 +1,1 @@
+"""What a trained network costs when it runs."""

@@ -1,0 +1,46 @@
+"""FLOPs of what really runs, as torch's own counter sees it: convolutions, matrix products, and the gate's dot products.
+
+`counted` is the paper's figure, the mean gate. `executed` is measured here, over the whole network, stem, head and gates
+included, and divided by the dense network's. The two differ wherever a block is computed and then multiplied by zero.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from cosinegate.networks import ResNet
+
+
+def forward_flops(network: ResNet, images: Tensor) -> int:
+    """FLOPs of one evaluation pass over the images."""
+    was_training = network.training
+    network.eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(images)
+    network.train(was_training)
+    return counter.get_total_flops()
+
+
+def dense_flops(network: ResNet, shape: tuple[int, int, int]) -> int:
+    """FLOPs for one image (H, W, C) of the same network without its gates, counted on shapes alone."""
+    dense = copy.deepcopy(network).to("meta")
+    for block in dense.blocks:
+        block.gate = None
+    height, width, channels = shape
+    return forward_flops(dense, torch.empty(1, channels, height, width, device="meta"))
+
+
+def block_flops(network: ResNet, shape: tuple[int, int, int]) -> Tensor:
+    """(N,): FLOPs of every block's residual for one image (H, W, C)."""
+    meta = copy.deepcopy(network).to("meta").eval()
+    height, width, channels = shape
+    flops = []
+    with torch.no_grad():
+        x = meta.stem(torch.empty(1, channels, height, width, device="meta"))
+        for block in meta.blocks:
+            with FlopCounterMode(display=False) as counter:
+                x = block.residual(x)
+            flops.append(counter.get_total_flops())
+    return torch.tensor(flops, dtype=torch.float32)

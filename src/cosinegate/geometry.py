@@ -1,0 +1,123 @@
+"""The geometry of a residual block: three dot products a sample, and what follows from them.
+
+With s the identity path and r = F(x) the residual, everything the gate and the consistency term need is
+a = <s,s>, b = <s,r>, c = <r,r>. No feature map is normalised, flattened into another layout or copied.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+TINY = 1e-12  # a norm at or below this counts as zero: its direction is undefined and gets no gradient
+
+
+class Dots(NamedTuple):
+    """The three dot products of a batch, each (B,). `b` comes once for each side it sends its gradient to."""
+
+    a: Tensor  # <s,s>
+    b_s: Tensor  # <s,r>, gradient to s alone
+    b_r: Tensor  # <s,r>, gradient to r alone
+    c: Tensor  # <r,r>
+
+    @property
+    def b(self) -> Tensor:
+        """<s,r> with its gradient to both sides."""
+        return self.b_s + (self.b_r - self.b_r.detach())
+
+    def detach(self) -> "Dots":
+        return Dots(*(value.detach() for value in self))
+
+
+@torch.library.custom_op("cosinegate::three_dots", mutates_args=())
+def three_dots(s: Tensor, r: Tensor) -> Tensor:
+    """(3, B): <s,s>, <s,r>, <r,r> of two (B, D) matrices. An operator of its own so that FLOP counters see it."""
+    aa = torch.linalg.vector_norm(s, dim=1).square_()
+    cc = torch.linalg.vector_norm(r, dim=1).square_()
+    return torch.stack((aa, (s * r).sum(1), cc))
+
+
+@three_dots.register_fake
+def _(s: Tensor, r: Tensor) -> Tensor:
+    return s.new_empty(3, s.shape[0])
+
+
+@register_flop_formula(torch.ops.cosinegate.three_dots)
+def _three_dots_flops(s_shape: torch.Size, r_shape: torch.Size, *args, out_shape=None, **kwargs) -> int:
+    batch, size = s_shape
+    return 3 * 2 * batch * size  # a multiplication and an addition each, as the counter counts convolutions
+
+
+class _DotProducts(torch.autograd.Function):
+    """Passes s and r through and adds their dot products, so that one backward pass sees every gradient at once:
+
+    grad_s = grad_s' + 2·ga·s + gb·r and grad_r = grad_r' + gb·s + 2·gc·r.
+    """
+
+    @staticmethod
+    def forward(ctx, s: Tensor, r: Tensor):
+        ctx.save_for_backward(s, r)
+        abc = torch.ops.cosinegate.three_dots(rows(s), rows(r))
+        return s.view_as(s), r.view_as(r), abc[0], abc[1], abc[1].clone(), abc[2]
+
+    @staticmethod
+    def backward(ctx, grad_s, grad_r, ga, gb_s, gb_r, gc):
+        s, r = ctx.saved_tensors
+        shape = (-1,) + (1,) * (s.dim() - 1)
+        ga, gb_s, gb_r, gc = (g.view(shape) for g in (2 * ga, gb_s, gb_r, 2 * gc))
+        grad_s = torch.addcmul(grad_s, s, ga).addcmul_(r, gb_s)
+        grad_r = torch.addcmul(grad_r, r, gc).addcmul_(s, gb_r)
+        return grad_s, grad_r
+
+
+def rows(x: Tensor) -> Tensor:
+    """(B, ...) as (B, D) in memory order, without a copy where x is dense: a dot product does not care for order."""
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        x = x.permute(0, 2, 3, 1)
+    return x.reshape(x.shape[0], -1)
+
+
+def global_average_pool(x: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, C), summed in channels_last order so that its gradient has that layout too."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
+
+
+def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
+    """s, r and their dot products. Go on with the s and r it returns: their gradients join in one fused backward."""
+    s, r, *dots = _DotProducts.apply(s, r)
+    return s, r, Dots(*dots)
+
+
+def cosine(inner: Tensor, square_u: Tensor, square_v: Tensor) -> Tensor:
+    """<u,v> / (|u| |v|), and 0 without a gradient where u or v is zero."""
+    defined = (square_u > TINY) & (square_v > TINY)
+    one = torch.ones_like(square_u)
+    norms = torch.where(defined, square_u, one).sqrt() * torch.where(defined, square_v, one).sqrt()
+    return torch.where(defined, inner / norms, torch.zeros_like(inner)).clamp(-1.0, 1.0)
+
+
+def cir(dots: Dots) -> Tensor:
+    """The Cosine Incompatibility Ratio 1 - cos(s, r) in [0, 2] (Eq. 7), (B,); 1 where s or r is zero."""
+    return 1.0 - cosine(dots.b, dots.a, dots.c)
+
+
+def consistency(dots: Dots, z: Tensor, detach_target: bool = False) -> Tensor:
+    """|Norm(s + r) - Norm(s + z·r)|² (Eq. 20) in closed form, (B,). The norm of a zero vector is the zero vector.
+
+    With `detach_target` the full path s + r is a constant: the gradient reaches s and r through the gated path alone.
+    """
+    a, b, c = dots.a, dots.b, dots.c
+    full = a + 2 * b + c  # |s + r|²
+    gated = a + 2 * z * b + z * z * c  # |s + z·r|²
+    inner = a + (1 + z) * b + z * c  # <s + r, s + z·r>
+    if detach_target:
+        still = dots.detach()
+        full = full.detach()
+        inner = still.a + (1 + z) * still.b_s + z * still.c  # the value, and the gradient to z
+        # zero in value; their gradients are those of <t, s + z·r> for the constant t = s + r: t to s and z·t to r
+        to_s = 0.5 * (a - still.a) + (dots.b_s - still.b_s)
+        to_r = (dots.b_r - still.b_r) + 0.5 * (c - still.c)
+        inner = inner + to_s + z.detach() * to_r
+    unit = (full > TINY).to(z.dtype) + (gated > TINY).to(z.dtype)  # |Norm(.)|² of both
+    return (unit - 2 * cosine(inner, full, gated)).clamp_min(0.0)

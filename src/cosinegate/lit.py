@@ -1,0 +1,89 @@
+"""The LightningModule: a network, its objective and its optimizer. What is counted and drawn lives in callbacks."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from cosinegate.config import OptimizerConfig
+from cosinegate.networks import Output, ResNet
+from cosinegate.objective import Objective
+
+
+class LitCosineGate(L.LightningModule):
+    """Trains with relaxed gates and evaluates with hard ones. Every step returns what the network decided."""
+
+    def __init__(
+        self, network: ResNet, objective: Objective, optimizer: OptimizerConfig, num_classes: int, hparams: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(hparams)  # the resolved config, as primitives: a checkpoint can be read on its own
+        self.network = network.to(memory_format=torch.channels_last)
+        self.objective = objective
+        self.optimizer_config = optimizer
+        self.accuracy = nn.ModuleDict(
+            {
+                f"{stage}_acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False)
+                for stage in ("train", "val", "test")
+            }
+        )
+
+    def forward(self, images: Tensor) -> Output:
+        return self.network(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        images, target = batch
+        output = self.network(images)
+        losses = self.objective(output, target)
+        self._log_accuracy("train", output, target)
+        names = {"train/loss": losses.total, "train/loss_ce": losses.ce}
+        names |= {"train/loss_cons": losses.cons, "train/loss_flops": losses.flops}
+        self.log_dict(names, on_step=False, on_epoch=True, batch_size=len(target), sync_dist=True)
+        return {"loss": losses.total, "output": _detached(output)}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Output:
+        return self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Output:
+        return self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> Output:
+        images, target = batch
+        output = self.network(images)
+        self._log_accuracy(stage, output, target)
+        loss = nn.functional.cross_entropy(output.logits, target)
+        self.log(f"{stage}/loss", loss, batch_size=len(target), sync_dist=True)
+        return output
+
+    def _log_accuracy(self, stage: str, output: Output, target: Tensor) -> None:
+        metric = self.accuracy[f"{stage}_acc"]
+        metric.update(output.logits, target)
+        self.log(f"{stage}/acc", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(target))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """SGD with momentum and cosine annealing to zero over the run, a step an epoch."""
+        config = self.optimizer_config
+        of_gates = {id(p) for block in self.network.blocks if block.gate for p in block.gate.parameters()}
+        parameters = [p for p in self.network.parameters() if p.requires_grad]
+        groups = [{"params": parameters}]
+        if not config.decay_gates:
+            groups = [
+                {"params": [p for p in parameters if id(p) not in of_gates]},
+                {"params": [p for p in parameters if id(p) in of_gates], "weight_decay": 0.0},
+            ]
+        sgd = torch.optim.SGD(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+        )
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=self.trainer.max_epochs)
+        return {"optimizer": sgd, "lr_scheduler": {"scheduler": cosine, "name": "schedule/lr"}}
+
+
+def _detached(output: Output) -> Output:
+    routing = output.routing
+    return Output(output.logits.detach(), routing and type(routing)(*(field.detach() for field in routing)))

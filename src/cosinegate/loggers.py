@@ -1,0 +1,75 @@
+"""Where metrics go: always metrics.csv in the run's folder; W&B where it is asked for, offline without an account."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from cosinegate.errors import UserError
+from cosinegate.record import Row, read_metrics, write_metrics
+
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+class MetricsCSV(Logger):
+    """One row an epoch, counted from 1. A resumed run writes over the rows it computes again and keeps the others."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.rows: dict[int, Row] = read_metrics(folder)
+        self.pending: Row = {}  # logged before lightning says which epoch it is
+        self.changed = False
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.folder)
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """The config lies in its own file."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        kept = {name: value for name, value in metrics.items() if name != "epoch" and not name.startswith("test/")}
+        if not kept:
+            return
+        self.pending |= kept
+        if "epoch" in metrics:
+            self.rows.setdefault(int(metrics["epoch"]) + 1, {}).update(self.pending)
+            self.pending = {}
+            self.changed = True
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self.changed:
+            write_metrics(self.folder, self.rows)
+            self.changed = False
+
+
+def wandb_logger(mode: str, run_dir: str, **kwargs: Any) -> WandbLogger:
+    """`mode: auto` is online where wandb has an account's key and offline elsewhere. A resumed run keeps its id."""
+    if mode not in WANDB_MODES:
+        raise UserError(f"logger.wandb.mode = {mode}: must be one of {', '.join(WANDB_MODES)}")
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_account() else "offline")
+    folder = Path(run_dir)
+    run_id = f"{folder.parent.name}-{folder.name}"
+    return WandbLogger(name=run_id, id=run_id, save_dir=run_dir, mode=mode, resume="allow", **kwargs)
+
+
+def _has_account() -> bool:
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    return bool(os.environ.get("WANDB_API_KEY") or wbauth.read_netrc_auth(host=wandb.Settings().base_url))

@@ -1,0 +1,81 @@
+"""A basic residual block with an optional gate: y = s(x) + z·F(x) (Eq. 8). Without a gate it is the dense baseline."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cosinegate import geometry
+from cosinegate.choices import Shortcut
+
+
+class BlockRouting(NamedTuple):
+    """What a gated block decided and what it cost in consistency; each (B,)."""
+
+    gate: Tensor
+    logit: Tensor
+    cir: Tensor
+    consistency: Tensor
+
+
+class PadShortcut(nn.Module):
+    """Every `stride`-th pixel, and new channels of zeros: no parameters."""
+
+    def __init__(self, new_channels: int, stride: int) -> None:
+        super().__init__()
+        self.new_channels = new_channels
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+
+    def extra_repr(self) -> str:
+        return f"new_channels={self.new_channels}, stride={self.stride}"
+
+
+def shortcut_path(kind: Shortcut, inputs: int, outputs: int, stride: int) -> nn.Module:
+    """s(x): the identity wherever the shape allows it."""
+    if inputs == outputs and stride == 1:
+        return nn.Identity()
+    if kind is Shortcut.pad:
+        return PadShortcut(outputs - inputs, stride)
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+class ResidualBlock(nn.Module):
+    """F = conv-BN-ReLU-conv-BN. The ReLU after the sum leaves a non-negative s(x) as it is when the gate is closed."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        stride: int,
+        shortcut: Shortcut,
+        post_activation: bool,
+        gate: nn.Module | None = None,
+        detach_target: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shortcut = shortcut_path(shortcut, inputs, outputs, stride)
+        self.residual = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.activation = nn.ReLU(inplace=True) if post_activation else nn.Identity()
+        self.gate = gate
+        self.detach_target = detach_target
+
+    def forward(self, x: Tensor) -> tuple[Tensor, BlockRouting | None]:
+        s = self.shortcut(x)
+        r = self.residual(x)
+        if self.gate is None:
+            return self.activation(s + r), None
+        s, r, dots = geometry.dot_products(s, r)
+        decision = self.gate(x, dots)
+        y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1), r)
+        drift = geometry.consistency(dots, decision.gate, self.detach_target)
+        return self.activation(y), BlockRouting(*decision, drift)

@@ -1,0 +1,66 @@
+"""The training objective: cross-entropy, consistency and the FLOPs penalty (Eq. 17-21)."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cosinegate.networks import Output
+
+
+class Losses(NamedTuple):
+    """The total that is minimised and its three terms before their weights."""
+
+    total: Tensor
+    ce: Tensor
+    cons: Tensor
+    flops: Tensor
+
+
+def prog(t: float, warmup_epochs: float) -> float:
+    """min(1, t / T_warmup) (Eq. 19); 1 from the start without a warmup."""
+    return 1.0 if warmup_epochs <= 0 else min(1.0, t / warmup_epochs)
+
+
+def over_processes(mean: Tensor) -> Tensor:
+    """The mean over all processes, with the gradient of this process's own mean.
+
+    Each process then adds the gradient of its own share and DDP averages them: the gradient of the global mean.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return mean
+    total = mean.detach().clone()
+    torch.distributed.all_reduce(total)
+    return mean + (total / torch.distributed.get_world_size() - mean).detach()
+
+
+class Objective(nn.Module):
+    """L = L_CE + λ_cons·L_cons + λ_flops·prog·max(0, ḡ - τ_target)². A callback moves `prog`."""
+
+    def __init__(
+        self, lambda_flops: float, lambda_cons: float, tau_target: float, block_weights: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.lambda_flops = lambda_flops
+        self.lambda_cons = lambda_cons
+        self.tau_target = tau_target
+        self.prog = 0.0
+        weights = None if block_weights is None else block_weights / block_weights.sum()
+        self.register_buffer("block_weights", weights, persistent=False)  # (N,), sums to 1; None: all alike
+
+    def mean_gate(self, gates: Tensor) -> Tensor:
+        """ḡ over the blocks and the global batch (Eq. 17) of gates (B, N)."""
+        per_sample = gates.mean(1) if self.block_weights is None else gates @ self.block_weights
+        return over_processes(per_sample.mean())
+
+    def forward(self, output: Output, target: Tensor) -> Losses:
+        ce = F.cross_entropy(output.logits, target)
+        if output.routing is None:
+            zero = ce.new_zeros(())
+            return Losses(ce, ce, zero, zero)
+        cons = output.routing.consistency.sum(1).mean()
+        excess = (self.mean_gate(output.routing.gates) - self.tau_target).clamp_min(0.0)
+        flops = self.prog * excess.square()
+        return Losses(ce + self.lambda_cons * cons + self.lambda_flops * flops, ce, cons, flops)

@@ -1,0 +1,58 @@
+"""From a gate's logit to how open it is: Gumbel-Softmax in training (Eq. 13-15), a threshold in evaluation (Eq. 16)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from cosinegate.choices import Annealing
+
+
+def gumbel_difference(like: Tensor) -> Tensor:
+    """g_1 - g_0 of two independent Gumbel samples: a logistic variable, which takes one uniform sample, not two."""
+    return torch.logit(torch.rand_like(like), eps=1e-6)
+
+
+def relax(logit: Tensor, noise: Tensor | float, temperature: float, hard: bool) -> Tensor:
+    """softmax(([0, ℓ] + g) / τ) of the residual class, where `noise` is g_1 - g_0. All (B,).
+
+    `hard` rounds the value to 0 or 1 and keeps the relaxed gradient (straight-through).
+    """
+    z = torch.sigmoid((logit + noise) / temperature)
+    return z + ((z > 0.5).to(z.dtype) - z).detach() if hard else z
+
+
+def threshold_gate(logit: Tensor, threshold: float) -> Tensor:
+    """1 where σ(ℓ) > δ, else 0."""
+    return (torch.sigmoid(logit) > threshold).to(logit.dtype)
+
+
+def anneal(annealing: Annealing, start: float, end: float, progress: float) -> float:
+    """The temperature when a share `progress` of the run is over."""
+    if annealing is Annealing.linear:
+        return start + (end - start) * progress
+    if annealing is Annealing.exponential:
+        return start * (end / start) ** progress
+    if annealing is Annealing.cosine:
+        return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
+    return start
+
+
+class Relaxation(nn.Module):
+    """One for all gates of a network. A callback moves `temperature` and `noisy`; evaluation never looks at them."""
+
+    def __init__(self, temperature: float, hard: bool, threshold: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.hard = hard
+        self.threshold = threshold
+        self.noisy = True
+
+    def forward(self, logit: Tensor) -> Tensor:
+        if not self.training:
+            return threshold_gate(logit, self.threshold)
+        noise = gumbel_difference(logit) if self.noisy else 0.0
+        return relax(logit, noise, self.temperature, self.hard)
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}, hard={self.hard}, threshold={self.threshold}"

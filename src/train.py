@@ -1,0 +1,17 @@
+"""Train a network: `python src/train.py +experiment=conservative`. Any key of `conf/` can be overridden."""
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import validate
+
+
+def task(config: DictConfig) -> float:
+    validate(config)  # a mistake is answered before lightning loads
+    from cosinegate.run import train
+
+    return train(config)["accuracy"]["best"]
+
+
+if __name__ == "__main__":
+    cli.run(task, "train")
