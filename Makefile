@@ -13,8 +13,9 @@ help: ## list the targets
 setup: .venv/ready ## build .venv with everything pinned
 
 .venv/ready: pyproject.toml constraints.txt
+	@echo "setting up .venv (a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 quickstart: setup ## train a short gated run on MNIST and show what the gates did

@@ -106,7 +106,8 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
     arguments = OmegaConf.to_container(config.trainer, resolve=True)
     try:
         extra = [instantiate(node) for node in config.callbacks.values() if node is not None]
-        if not config.trainer.enable_progress_bar:
+        arguments["enable_progress_bar"] &= sys.stdout.isatty()  # elsewhere EpochLine prints a line an epoch
+        if not arguments["enable_progress_bar"]:
             extra = [callback for callback in extra if not isinstance(callback, L.callbacks.ProgressBar)]
         loggers = [metrics] if metrics is not None else []
         loggers += [instantiate(node) for node in config.logger.values() if node is not None]
