@@ -50,3 +50,10 @@ class Weighting(Enum):
 
     mean = "mean"  # the same, as the paper has it
     flops = "flops"  # as many as its residual costs
+
+
+class Checkpoint(Enum):
+    """Which of a run's checkpoints to look at."""
+
+    last = "last"
+    best = "best"

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from cosinegate.choices import Annealing, Dataset, GateKind, Polarity, Shortcut, Validation, Weighting
+from cosinegate.choices import Annealing, Checkpoint, Dataset, GateKind, Polarity, Shortcut, Validation, Weighting
 from cosinegate.errors import UserError
 
 
@@ -136,7 +136,20 @@ class Config:
     logger: dict[str, Any] = MISSING  # loggers beside metrics.csv, by `_target_`
 
 
+@dataclass
+class EvaluateConfig:
+    run: str = MISSING
+    checkpoint: Checkpoint = MISSING
+    json: bool = MISSING
+    root: str = MISSING
+    folder: str | None = None
+    accelerator: str = MISSING
+    threads: int | None = None
+    limit_batches: Any = None
+
+
 ConfigStore.instance().store(name="schema", node=Config)
+ConfigStore.instance().store(name="evaluate_schema", node=EvaluateConfig)
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
 NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "logger", "data.root", "data.folder")
@@ -181,11 +194,16 @@ RULES: list[Rule] = [
 ]
 
 
+def require(config: DictConfig) -> None:
+    """Ends with one line that names the first key that has no value."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"{missing[0]} has no value: give one on the command line, as in {missing[0]}=...")
+
+
 def validate(config: DictConfig) -> None:
     """Ends with one line that names the first key whose value is missing or out of range."""
-    missing = OmegaConf.missing_keys(config)
-    if missing:
-        raise UserError(f"{sorted(missing)[0]} has no value: set it on the command line or in the experiment's file")
+    require(config)
     for key, value in _leaves(primitives(config)):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key} = {value}: must be a finite number")

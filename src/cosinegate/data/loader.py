@@ -1,0 +1,122 @@
+"""The whole data set as one uint8 tensor; a batch is cropped, flipped and normalised by one gather.
+
+Which image comes when, and how it is cropped and flipped, is a pure function of (seed, epoch): no workers, no state
+to lose, and the same batches on any device and for any number of processes.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Augmentation(NamedTuple):
+    """Random crop out of an image padded with black, and random horizontal flip."""
+
+    crop_padding: int
+    flip: bool
+
+
+class Draw(NamedTuple):
+    """What an epoch draws for each place in its order."""
+
+    order: Tensor  # (N,) which image
+    corner: Tensor  # (N, 2) top and left of the crop in the padded image
+    flipped: Tensor  # (N,) bool
+
+
+class EpochOrder:
+    """Draws an epoch from (seed, epoch). Lightning calls `set_epoch` before each one, as it does for any sampler."""
+
+    def __init__(self, size: int, seed: int, augmentation: Augmentation) -> None:
+        self.size = size
+        self.seed = seed
+        self.augmentation = augmentation
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def draw(self) -> Draw:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(self.size, generator=generator)
+        corner = torch.randint(0, 2 * self.augmentation.crop_padding + 1, (self.size, 2), generator=generator)
+        flipped = torch.rand(self.size, generator=generator) < 0.5
+        return Draw(order, corner, flipped & self.augmentation.flip)
+
+
+class Normalisation:
+    """uint8 (B, H, W, C) -> float32 (B, C, H, W) in channels_last memory: (pixel / 255 - mean) / std."""
+
+    def __init__(self, mean: list[float], std: list[float], device: torch.device) -> None:
+        self.scale = (1 / (255 * torch.tensor(std))).to(device)
+        self.shift = (torch.tensor(mean) / torch.tensor(std)).to(device)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return pixels.float().mul_(self.scale).sub_(self.shift).permute(0, 3, 1, 2)
+
+
+class TrainLoader:
+    """Shuffled, augmented batches. Each of `world_size` processes takes its share of every global batch."""
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        normalise: Normalisation,
+        batch_size: int,
+        drop_last: bool,
+        order: EpochOrder,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        padding = order.augmentation.crop_padding
+        self.height, self.width = images.shape[1:3]
+        self.padded = torch.nn.functional.pad(images, (0, 0, padding, padding, padding, padding))  # (N, H+2p, W+2p, C)
+        self.labels = labels
+        self.normalise = normalise
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.sampler = order  # the name under which lightning looks for set_epoch
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.labels), self.batch_size)
+        return whole + (not self.drop_last and rest >= self.world_size)  # no process may be left without an image
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        device = self.padded.device
+        drawn = self.sampler.draw()
+        down = torch.arange(self.height, device=device)
+        right = torch.arange(self.width, device=device)
+        for step in range(len(self)):
+            share = slice(step * self.batch_size, (step + 1) * self.batch_size)
+            mine = (part[share].tensor_split(self.world_size)[self.rank].to(device) for part in drawn)
+            index, corner, flipped = mine
+            rows = corner[:, :1] + down  # (B, H)
+            columns = corner[:, 1:] + torch.where(flipped[:, None], right.flip(0), right)  # (B, W)
+            pixels = self.padded[index[:, None, None], rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
+            yield self.normalise(pixels), self.labels[index]
+
+
+class EvalLoader:
+    """Every image once, in order, as it is. Each process takes every `world_size`-th."""
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, normalise: Normalisation, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.images = images[rank::world_size]
+        self.labels = labels[rank::world_size]
+        self.normalise = normalise
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.labels) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for pixels, labels in zip(
+            self.images.split(self.batch_size), self.labels.split(self.batch_size), strict=True
+        ):
+            yield self.normalise(pixels), labels

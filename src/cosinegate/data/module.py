@@ -1,0 +1,100 @@
+"""The LightningDataModule: a verified data set, split as the config asks, on the device that trains."""
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from cosinegate.choices import Validation
+from cosinegate.config import DataConfig
+from cosinegate.data import IMAGE_SETS
+from cosinegate.data.loader import Augmentation, EpochOrder, EvalLoader, Normalisation, TrainLoader
+from cosinegate.data.sources import load
+from cosinegate.errors import UserError
+
+SPLIT_SEED = 20161205  # which images are held out never depends on a run's seed
+
+
+class ImageData(L.LightningDataModule):
+    """`validation: test` validates on the test set; `holdout` on training images that training never sees."""
+
+    def __init__(self, config: DataConfig, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        self.seed = seed
+        self.image_set = IMAGE_SETS[config.name.name]
+        channels = self.image_set.shape[2]
+        if len(config.mean) != channels:
+            raise UserError(f"data.mean has {len(config.mean)} values: {self.image_set.name} has {channels} channel(s)")
+        if config.validation is Validation.holdout and config.holdout >= self.image_set.train_size:
+            raise UserError(
+                f"data.holdout = {config.holdout}: must be below the {self.image_set.train_size} training images"
+            )
+        self.splits: dict[str, tuple[Tensor, Tensor]] | None = None
+
+    def prepare_data(self) -> None:
+        """Fetches and verifies; lightning calls it in one process only."""
+        load(self.image_set, self.config.root, self.config.folder)
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.splits is not None:
+            return
+        arrays = load(self.image_set, self.config.root, self.config.folder)
+        images, labels, test_images, test_labels = (torch.from_numpy(array) for array in arrays)
+        train, test = (images, labels.long()), (test_images, test_labels.long())
+        validation = test
+        if self.config.validation is Validation.holdout:
+            shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
+            held, kept = shuffled[: self.config.holdout].sort().values, shuffled[self.config.holdout :].sort().values
+            train, validation = (images[kept], train[1][kept]), (images[held], train[1][held])
+        self.splits = {"train": train, "val": validation, "test": test}
+
+    def train_dataloader(self) -> TrainLoader:
+        images, labels = self._on_device("train")
+        augmentation = Augmentation(self.config.crop_padding, self.config.flip)
+        if self.config.batch_size % self._world_size:
+            raise UserError(
+                f"data.batch_size = {self.config.batch_size}: must divide by the {self._world_size} devices that share it"
+            )
+        return TrainLoader(
+            images,
+            labels,
+            self._normalise,
+            self.config.batch_size,
+            self.config.drop_last,
+            EpochOrder(len(labels), self.seed, augmentation),
+            self._rank,
+            self._world_size,
+        )
+
+    def val_dataloader(self) -> EvalLoader:
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> EvalLoader:
+        return self._eval_loader("test")
+
+    def _eval_loader(self, split: str) -> EvalLoader:
+        images, labels = self._on_device(split)
+        return EvalLoader(
+            images, labels, self._normalise, self.config.eval_batch_size, self._rank, self._world_size
+        )
+
+    def _on_device(self, split: str) -> tuple[Tensor, Tensor]:
+        images, labels = self.splits[split]
+        self.splits[split] = images.to(self._device), labels.to(self._device)  # moved once
+        return self.splits[split]
+
+    @property
+    def _normalise(self) -> Normalisation:
+        return Normalisation(list(self.config.mean), list(self.config.std), self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self.trainer is not None else 1

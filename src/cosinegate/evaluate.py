@@ -1,0 +1,109 @@
+"""Evaluates a checkpoint with hard gates. A checkpoint is data: it is read with `weights_only`, and nothing in it runs."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cosinegate import console
+from cosinegate.build import build_module
+from cosinegate.callbacks.flops import ExecutedFlops
+from cosinegate.callbacks.gate_statistics import GateStatistics
+from cosinegate.config import Config, EvaluateConfig, validate
+from cosinegate.data.module import ImageData
+from cosinegate.errors import UserError
+from cosinegate.lit import LitCosineGate
+from cosinegate.routing import RoutingSummary
+from cosinegate.run import build_trainer, quiet
+
+
+def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
+    """What the test set says of a checkpoint: as plain values, as the routing summary, and the names of the classes."""
+    quiet()
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    path = checkpoint_path(Path(asked.run), asked.checkpoint.name)
+    module, config = load_checkpoint(path)
+    config.data.root, config.data.folder = asked.root, asked.folder
+    config.callbacks, config.logger = {}, {}
+    config.trainer.accelerator, config.trainer.devices, config.trainer.strategy = asked.accelerator, 1, "auto"
+    config.trainer.limit_test_batches = asked.limit_batches
+    config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
+    validate(config)
+    data = ImageData(config.data, config.seed)
+    statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
+    trainer = build_trainer(config, [statistics, executed], metrics=None)
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    summary, classes = statistics.summary, data.image_set.classes
+    cir = summary.cir.tolist() if summary.cir is not None else [None] * len(summary.open)
+    share = summary.correct / summary.count.clamp_min(1)
+    result = {
+        "checkpoint": str(path),
+        "experiment": config.name,
+        "data": config.data.name.name,
+        "images": int(summary.count.sum()),
+        "accuracy": tested["test/acc"],
+        "loss": tested["test/loss"],
+        "mean_gate": summary.mean_gate,
+        "skip_percent": summary.skip_percent,
+        "dynamic_blocks": summary.dynamic_blocks,
+        "paths": summary.paths,
+        "flops": {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense},
+        "blocks": [{"open": o, "cir": c} for o, c in zip(summary.open.tolist(), cir, strict=True)],
+        "classes": [
+            {"name": name, "images": int(summary.count[k]), "accuracy": share[k].item(), "open": opened.tolist()}
+            for k, (name, opened) in enumerate(zip(classes, summary.open_by_class, strict=True))
+        ],
+    }
+    return result, summary, classes
+
+
+def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ...]) -> None:
+    """The same for a person."""
+    flops = result["flops"]
+    console.say(f"{result['experiment']} on {result['data']}: {result['images']} test images, {result['checkpoint']}")
+    console.say(f"accuracy {console.percent(result['accuracy'])}   loss {result['loss']:.4f}")
+    console.say(
+        f"mean gate {result['mean_gate']:.3f}   skip {result['skip_percent']:.1f}%   "
+        f"dynamic blocks {result['dynamic_blocks']} of {len(result['blocks'])}   distinct paths {result['paths']}"
+    )
+    console.say(f"FLOPs counted {flops['counted']:.3f}   executed {flops['executed']:.3f}   (dense network = 1)")
+    console.show_routing(summary, classes)
+
+
+def checkpoint_path(run: Path, which: str) -> Path:
+    """The checkpoint that a run's folder or a file's path names."""
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise UserError(f"run = {run}: no such folder or file")
+    path = run / "checkpoints" / f"{which}.ckpt"
+    if not path.is_file():
+        raise UserError(f"run = {run}: has no checkpoints/{which}.ckpt; give a run's folder or a checkpoint file")
+    return path
+
+
+def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
+    """The module with the checkpoint's weights, and the config it was trained with."""
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        config = OmegaConf.merge(OmegaConf.structured(Config), stored["hyper_parameters"])
+        weights = stored["state_dict"]
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} is not a checkpoint of this program: {_first_line(error)}") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path} was written by another version: {_first_line(error)}") from error
+    validate(config)
+    module = build_module(config)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path} was written by another version: {_first_line(error)}") from error
+    return module, config
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"

@@ -1,0 +1,23 @@
+"""Evaluate a run with hard gates: `python src/evaluate.py run=runs/mnist/<run>`; `json=true` for machines."""
+
+import json
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require
+
+
+def task(config: DictConfig) -> None:
+    require(config)
+    from cosinegate.evaluate import evaluate, show
+
+    found = evaluate(config)
+    if config.json:
+        print(json.dumps(found[0], indent=2))
+    else:
+        show(*found)
+
+
+if __name__ == "__main__":
+    cli.run(task, "evaluate")
