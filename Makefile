@@ -16,6 +16,7 @@ setup: .venv/ready ## build .venv with everything pinned
 	@echo "setting up .venv (a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true # on all cores, where pip would use one
 	@touch $@
 
 quickstart: setup ## train a short gated run on MNIST and show what the gates did

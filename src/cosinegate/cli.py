@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra.errors import HydraException
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -17,6 +18,7 @@ from cosinegate.errors import UserError
 
 CONF = Path(__file__).parents[2] / "conf"
 EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
 
 
 def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
@@ -28,7 +30,8 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         except (UserError, OmegaConfBaseException) as error:
             _end(error)
         except KeyboardInterrupt:
-            sys.exit("interrupted: start the same command again to go on")
+            print("interrupted: start the same command again to go on", file=sys.stderr)
+            sys.exit(EXIT_INTERRUPTED)
 
     asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
@@ -40,6 +43,13 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         _end(error)
 
 
+def compose(*overrides: str) -> DictConfig:
+    """The config that `src/train.py` would get with these overrides."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("train", list(overrides))
+
+
 def _end(error: Exception) -> NoReturn:
     print(f"error: {one_line(error)}", file=sys.stderr)
     sys.exit(EXIT_MISTAKE)
@@ -47,16 +57,22 @@ def _end(error: Exception) -> NoReturn:
 
 def one_line(error: BaseException) -> str:
     """What went wrong, with the key, without the advice that a closed schema makes wrong."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         parent, _, key = cause.full_key.rpartition(".")
         known = _keys(cause.object_type)
         near = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        where = f" in {parent}" if parent else ""
-        return f"{cause.full_key}: no such key{hint}" + (f" Keys{where}: {', '.join(known)}" if known else "")
+        hint = f", did you mean {near[0]}?" if near else ""
+        where = f"{parent} has" if parent else "there are"
+        return f"{cause.full_key}: no such key{hint}" + (f" ({where} {', '.join(known)})" if known else "")
     if isinstance(cause, OmegaConfBaseException):
         return ": ".join(filter(None, [cause.full_key, str(cause.msg or cause).splitlines()[0]]))
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: not Hydra's grammar: {str(error.__cause__ or error).split(' See ')[0].splitlines()[0]}"
+        )
     text = str(error).split("Config search path:")[0].split("Search path:")[0]
     return " ".join(text.split())
 

@@ -148,8 +148,18 @@ class EvaluateConfig:
     limit_batches: Any = None
 
 
+@dataclass
+class BenchConfig:
+    folder: str = MISSING
+    steps: int = MISSING
+    batches: int = MISSING
+    val_batches: int = MISSING
+    rounds: int = MISSING
+
+
 ConfigStore.instance().store(name="schema", node=Config)
 ConfigStore.instance().store(name="evaluate_schema", node=EvaluateConfig)
+ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
 NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "logger", "data.root", "data.folder")
@@ -186,8 +196,14 @@ RULES: list[Rule] = [
     ("optimizer.momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("optimizer.weight_decay", lambda v: v >= 0, "at least 0"),
     ("trainer.max_epochs", lambda v: v >= 1, "at least 1"),
-    *((f"trainer.limit_{stage}_batches", _batches, "null, a number of batches (1, 2, ...) or a share (0.0 < x <= 1.0)")
-      for stage in ("train", "val", "test")),
+    *(
+        (
+            f"trainer.limit_{stage}_batches",
+            _batches,
+            "null, a number of batches (1, 2, ...) or a share (0.0 < x <= 1.0)",
+        )
+        for stage in ("train", "val", "test")
+    ),
     ("trainer.num_nodes", lambda v: v >= 1, "at least 1"),
     ("trainer.check_val_every_n_epoch", lambda v: v >= 1, "at least 1"),
     ("trainer.accumulate_grad_batches", lambda v: v >= 1, "at least 1"),
@@ -217,7 +233,9 @@ def validate(config: DictConfig) -> None:
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
     if len(config.data.mean) != len(config.data.std):
-        raise UserError(f"data.mean has {len(config.data.mean)} values and data.std {len(config.data.std)}: one a channel")
+        raise UserError(
+            f"data.mean has {len(config.data.mean)} values and data.std {len(config.data.std)}: one a channel"
+        )
 
 
 def primitives(config: DictConfig) -> dict[str, Any]:

@@ -32,12 +32,20 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
         ("skip", f"{record['skip_percent']:.1f}%", "1 - mean gate"),
         ("FLOPs counted", f"{flops['counted']:.3f}", "the paper's figure: the mean gate"),
         ("FLOPs executed", f"{flops['executed']:.3f}", "measured, whole network / dense network"),
-        ("dynamic blocks", f"{record['dynamic_blocks']} of {len(record['blocks_open'])}", "open for 5-95% of the images"),
+        (
+            "dynamic blocks",
+            f"{record['dynamic_blocks']} of {len(record['blocks_open'])}",
+            "open for 5-95% of the images",
+        ),
         ("distinct paths", str(record["paths"]), "sets of open blocks"),
         ("images/s", f"{record['images_per_second']:.0f}", f"training; {record['seconds']:.0f} s in all"),
     ]
     if record["gate"] == "none":
-        rows = [row for row in rows if row[0] not in ("mean gate", "skip", "FLOPs counted", "dynamic blocks", "distinct paths")]
+        rows = [
+            row
+            for row in rows
+            if row[0] not in ("mean gate", "skip", "FLOPs counted", "dynamic blocks", "distinct paths")
+        ]
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -1,6 +1,7 @@
-"""Evaluates a checkpoint with hard gates. A checkpoint is data: it is read with `weights_only`, and nothing in it runs."""
+"""Evaluates a checkpoint with hard gates. A checkpoint is data, read with `weights_only`: nothing in it runs."""
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,14 @@ def checkpoint_path(run: Path, which: str) -> Path:
 def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
     """The module with the checkpoint's weights, and the config it was trained with."""
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # what torch thinks of a file that it then refuses
+            stored = torch.load(path, map_location="cpu", weights_only=True)
         config = OmegaConf.merge(OmegaConf.structured(Config), stored["hyper_parameters"])
         weights = stored["state_dict"]
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} is not a checkpoint of this program: {_first_line(error)}") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{path} was written by another version: {_first_line(error)}") from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} is not a checkpoint of this program: {_first_line(error)}") from error
     validate(config)
     module = build_module(config)
     try:

@@ -1,15 +1,19 @@
 """Writing a file so that a reader finds the old one or the new one, never a part."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes beside the file, then renames over it."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:
-            file.write(text)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
@@ -17,3 +21,8 @@ def write_atomically(path: Path, text: str) -> None:
             raise
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode())

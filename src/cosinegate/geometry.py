@@ -4,7 +4,7 @@ With s the identity path and r = F(x) the residual, everything the gate and the 
 a = <s,s>, b = <s,r>, c = <r,r>. No feature map is normalised, flattened into another layout or copied.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ def _(s: Tensor, r: Tensor) -> Tensor:
 
 
 @register_flop_formula(torch.ops.cosinegate.three_dots)
-def _three_dots_flops(s_shape: torch.Size, r_shape: torch.Size, *args, out_shape=None, **kwargs) -> int:
+def _three_dots_flops(s_shape: torch.Size, r_shape: torch.Size, *args, **kwargs) -> int:
     batch, size = s_shape
     return 3 * 2 * batch * size  # a multiplication and an addition each, as the counter counts convolutions
 
@@ -56,13 +56,14 @@ class _DotProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, s: Tensor, r: Tensor):
+    def forward(ctx: Any, s: Tensor, r: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(s, r)
-        abc = torch.ops.cosinegate.three_dots(rows(s), rows(r))
+        abc = torch.ops.cosinegate.three_dots(*rows(s, r))
         return s.view_as(s), r.view_as(r), abc[0], abc[1], abc[1].clone(), abc[2]
 
     @staticmethod
-    def backward(ctx, grad_s, grad_r, ga, gb_s, gb_r, gc):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        grad_s, grad_r, ga, gb_s, gb_r, gc = grads
         s, r = ctx.saved_tensors
         shape = (-1,) + (1,) * (s.dim() - 1)
         ga, gb_s, gb_r, gc = (g.view(shape) for g in (2 * ga, gb_s, gb_r, 2 * gc))
@@ -71,11 +72,11 @@ class _DotProducts(torch.autograd.Function):
         return grad_s, grad_r
 
 
-def rows(x: Tensor) -> Tensor:
-    """(B, ...) as (B, D) in memory order, without a copy where x is dense: a dot product does not care for order."""
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        x = x.permute(0, 2, 3, 1)
-    return x.reshape(x.shape[0], -1)
+def rows(*maps: Tensor) -> list[Tensor]:
+    """Each (B, ...) as (B, D), all in one order: in memory order, without a copy, where all are channels_last."""
+    if all(x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) for x in maps):
+        maps = tuple(x.permute(0, 2, 3, 1) for x in maps)
+    return [x.reshape(x.shape[0], -1) for x in maps]
 
 
 def global_average_pool(x: Tensor) -> Tensor:

@@ -16,7 +16,12 @@ class LitCosineGate(L.LightningModule):
     """Trains with relaxed gates and evaluates with hard ones. Every step returns what the network decided."""
 
     def __init__(
-        self, network: ResNet, objective: Objective, optimizer: OptimizerConfig, num_classes: int, hparams: dict[str, Any]
+        self,
+        network: ResNet,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        num_classes: int,
+        hparams: dict[str, Any],
     ) -> None:
         super().__init__()
         self.save_hyperparameters(hparams)  # the resolved config, as primitives: a checkpoint can be read on its own

@@ -1,4 +1,4 @@
-"""What the gates did over a data set: how open, for which class, how many paths, and whether that depends on the input."""
+"""What the gates did over a data set: how open, for which class, by how many paths, and whether by input."""
 
 from dataclasses import dataclass
 

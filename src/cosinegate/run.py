@@ -72,9 +72,10 @@ def train(config: DictConfig) -> dict[str, Any]:
         last = folder / "checkpoints" / "last.ckpt"
         resumed = last if last.exists() else None
         console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
-        trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True if resumed else None)
-        if trainer.interrupted:
-            raise KeyboardInterrupt
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
+        except SystemExit as error:  # what lightning makes of Ctrl-C
+            raise KeyboardInterrupt from error
         holdout = config.data.validation is Validation.holdout
         best = folder / "checkpoints" / "best.ckpt"
         (tested,) = trainer.test(

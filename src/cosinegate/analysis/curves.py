@@ -8,9 +8,9 @@ import numpy as np
 from cosinegate.record import Row
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 LABEL = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 SETTLED = 0.02  # routing has settled once the mean gate stays this close to its last value
@@ -68,7 +68,8 @@ def draw_curves(rows: dict[int, Row], path: Path, title: str, tau_target: float,
     for index, name in enumerate(blocks):
         plot(curves, name, f"{index}", color=colours[index])
     curves.set(title="Share of samples that compute each block", ylim=(-0.02, 1.12), xlabel="epoch")
-    curves.legend(title="block", fontsize="x-small", ncols=3)
+    if blocks:
+        curves.legend(title="block", fontsize="x-small", ncols=3)
 
     table = np.stack([series(name) for name in blocks]) if blocks else np.full((1, len(epochs)), np.nan)
     edges = (epochs[0] - 0.5, epochs[-1] + 0.5, len(table) - 0.5, -0.5)
@@ -89,7 +90,9 @@ def draw_curves(rows: dict[int, Row], path: Path, title: str, tau_target: float,
     for axis in (accuracy, efficiency, curves):
         axis.grid(alpha=0.3)
     if marked:
-        figure.text(0.995, 0.985, "phases: " + ", ".join(name for name, *_ in marked), ha="right", va="top", fontsize="small")
+        figure.text(
+            0.995, 0.985, "phases: " + ", ".join(name for name, *_ in marked), ha="right", va="top", fontsize="small"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -11,13 +11,12 @@ from cosinegate.loggers import MetricsCSV
 class Curves(L.Callback):
     """figures/curves.png: accuracy, efficiency, gate curves and the block x epoch heat map."""
 
-    def __init__(self, run_dir: str, title: str, tau_target: float, warmup_epochs: float) -> None:
+    def __init__(self, run_dir: str) -> None:
         self.path = Path(run_dir) / "figures" / "curves.png"
-        self.title = title
-        self.tau_target = tau_target
-        self.warmup_epochs = warmup_epochs
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         rows = next(logger.rows for logger in trainer.loggers if isinstance(logger, MetricsCSV))
         if trainer.is_global_zero and rows:
-            draw_curves(rows, self.path, self.title, self.tau_target, self.warmup_epochs)
+            config = pl_module.hparams
+            title = f"{config.name} on {config.data['name']}, seed {config.seed}"
+            draw_curves(rows, self.path, title, config.objective["tau_target"], config.objective["warmup_epochs"])

@@ -51,10 +51,13 @@ class RunRecord(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         """Before the checkpoint of this epoch: whatever a resumed run starts from, its past is on disk."""
-        speed = self.images / max(self.last_step - self.epoch_begin, 1e-9)
-        pl_module.log("speed/images_per_second", speed, sync_dist=True)
+        speed = {
+            "speed/images_per_second": self.images / max(self.last_step - self.epoch_begin, 1e-9),  # training alone
+            "speed/epoch_seconds": time.monotonic() - self.epoch_begin,  # with validation
+        }
+        pl_module.log_dict(speed, sync_dist=True)
         known = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.metrics.log_metrics(known | {"epoch": trainer.current_epoch, "speed/images_per_second": speed})
+        self.metrics.log_metrics(known | speed | {"epoch": trainer.current_epoch})
         self.metrics.save()
         self._write(trainer, done=trainer.current_epoch + 1)
 

@@ -44,7 +44,7 @@ class Anneal(L.Callback):
 
 
 class Reseed(L.Callback):
-    """Seeds every epoch by (seed, epoch, process), so that a run that was stopped draws the noise it would have drawn."""
+    """Seeds every epoch by (seed, epoch, process), so that a stopped run draws the noise it would have drawn."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

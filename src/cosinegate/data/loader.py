@@ -105,7 +105,13 @@ class EvalLoader:
     """Every image once, in order, as it is. Each process takes every `world_size`-th."""
 
     def __init__(
-        self, images: Tensor, labels: Tensor, normalise: Normalisation, batch_size: int, rank: int = 0, world_size: int = 1
+        self,
+        images: Tensor,
+        labels: Tensor,
+        normalise: Normalisation,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.images = images[rank::world_size]
         self.labels = labels[rank::world_size]
@@ -116,7 +122,5 @@ class EvalLoader:
         return -(-len(self.labels) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for pixels, labels in zip(
-            self.images.split(self.batch_size), self.labels.split(self.batch_size), strict=True
-        ):
+        for pixels, labels in zip(self.images.split(self.batch_size), self.labels.split(self.batch_size), strict=True):
             yield self.normalise(pixels), labels

@@ -53,7 +53,7 @@ class ImageData(L.LightningDataModule):
         augmentation = Augmentation(self.config.crop_padding, self.config.flip)
         if self.config.batch_size % self._world_size:
             raise UserError(
-                f"data.batch_size = {self.config.batch_size}: must divide by the {self._world_size} devices that share it"
+                f"data.batch_size = {self.config.batch_size}: must divide by the {self._world_size} devices"
             )
         return TrainLoader(
             images,
@@ -74,9 +74,7 @@ class ImageData(L.LightningDataModule):
 
     def _eval_loader(self, split: str) -> EvalLoader:
         images, labels = self._on_device(split)
-        return EvalLoader(
-            images, labels, self._normalise, self.config.eval_batch_size, self._rank, self._world_size
-        )
+        return EvalLoader(images, labels, self._normalise, self.config.eval_batch_size, self._rank, self._world_size)
 
     def _on_device(self, split: str) -> tuple[Tensor, Tensor]:
         images, labels = self.splits[split]

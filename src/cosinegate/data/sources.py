@@ -1,11 +1,10 @@
 """Where a data set's bytes come from. Each source is tried in turn, and what it gives is checked before it is kept.
 
 The check is one SHA-256 over the decoded pixels and labels, so a folder, an official archive and a package registry
-all have to give the very same images. What passes is written beside its place and renamed: a file that is there is whole.
+all have to give the very same images. What passes is written beside its place and renamed: a file there is whole.
 """
 
 import hashlib
-import os
 import shutil
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cosinegate.errors import UserError
+from cosinegate.files import replacing
 
 TIMEOUT = 20  # seconds without an answer from an official address
 
@@ -69,7 +69,11 @@ def load(image_set: ImageSet, root: str | Path, folder: str | Path | None = None
             return _verified(image_set, _read(kept))
         except (SourceFailed, OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             tried.append(f"{kept}: {_line(error)}")
-            print(f"data: {kept} is not whole ({_line(error)}); fetching {image_set.name} again", file=sys.stderr, flush=True)
+            print(
+                f"data: {kept} is not whole ({_line(error)}); fetching {image_set.name} again",
+                file=sys.stderr,
+                flush=True,
+            )
     sources = list(image_set.sources)
     if folder is not None and image_set.from_folder is not None:
         sources.insert(0, (f"folder {folder}", lambda scratch: image_set.from_folder(Path(folder))))
@@ -149,12 +153,8 @@ def _read(path: Path) -> Arrays:
 def _keep(arrays: Arrays, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        with replacing(path) as file:
             np.savez(file, **arrays._asdict())
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
     except OSError as error:
         raise UserError(f"data.root: cannot write {path}: {error.strerror}") from error
 

@@ -1,7 +1,8 @@
-"""FLOPs of what really runs, as torch's own counter sees it: convolutions, matrix products, and the gate's dot products.
+"""FLOPs of what really runs, as torch's own counter sees it: convolutions, matrix products, the gate's dot products.
 
-`counted` is the paper's figure, the mean gate. `executed` is measured here, over the whole network, stem, head and gates
-included, and divided by the dense network's. The two differ wherever a block is computed and then multiplied by zero.
+`counted` is the paper's figure, the mean gate. `executed` is measured here, over the whole network, stem, head and
+gates included, and divided by the dense network's. The two differ wherever a block is computed and then multiplied
+by zero.
 """
 
 import copy

@@ -69,6 +69,9 @@ class ResidualBlock(nn.Module):
         self.gate = gate
         self.detach_target = detach_target
 
+    def extra_repr(self) -> str:
+        return f"detach_target={self.detach_target}"
+
     def forward(self, x: Tensor) -> tuple[Tensor, BlockRouting | None]:
         s = self.shortcut(x)
         r = self.residual(x)

@@ -1,0 +1,55 @@
+"""Tests train on the embedded digits. A test process has one torch thread; xdist spreads the tests over the cores."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+import cosinegate.config  # noqa: F401 (registers the schema)
+
+ROOT = Path(__file__).parents[1]
+NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "PATH": "/nonexistent"}
+
+torch.set_num_threads(1)
+
+
+def config(*overrides: str, name: str = "train") -> DictConfig:
+    """The config that a command line with these overrides would give."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+def process(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    """A real command line of the project, as a user would type it after activating .venv."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    own = {"OMP_NUM_THREADS": "1", "NETRC": "/nonexistent", "PYTHONWARNINGS": "default"}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=inherited | own | environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def assert_one_line(done: subprocess.CompletedProcess, *fragments: str) -> None:
+    """A person's mistake: one line that says what is wrong, a non-zero code, no traceback."""
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode != 0, done.stdout
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in done.stdout + done.stderr
+    for fragment in fragments:
+        assert fragment in lines[0]
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(7)

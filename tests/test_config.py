@@ -1,0 +1,119 @@
+import pytest
+from conftest import ROOT, assert_one_line, config, process
+
+from cosinegate.config import identity, validate
+from cosinegate.errors import UserError
+
+BAD = [
+    # a typo, in a group, a key and an experiment
+    ("objective.lambda_flop=3", "objective.lambda_flop", "did you mean lambda_flops"),
+    ("optimzer.lr=0.1", "optimzer", "did you mean optimizer"),
+    ("+experiment=conservativ", "experiment/conservativ", "conservative"),
+    ("experiment=balanced", "+experiment=balanced"),
+    ("gate=cosin", "gate/cosin", "cosine"),
+    ("gate.polarity=papre", "gate.polarity", "papre", "novelty"),
+    # a wrong type
+    ("trainer.max_epochs=many", "trainer.max_epochs", "many"),
+    ("optimizer.lr=fast", "optimizer.lr", "fast"),
+    ("data.flip=sometimes", "data.flip", "sometimes"),
+    ("objective.weighting=3", "objective.weighting", "3"),
+    # out of range
+    ("objective.tau_target=0", "objective.tau_target", "0", "at most 1"),
+    ("objective.tau_target=1.01", "objective.tau_target", "1.01", "at most 1"),
+    ("objective.lambda_flops=-1", "objective.lambda_flops", "-1", "at least 0"),
+    ("objective.lambda_cons=-0.1", "objective.lambda_cons", "-0.1", "at least 0"),
+    ("gate.threshold=0", "gate.threshold", "0", "between 0 and 1"),
+    ("gate.threshold=1", "gate.threshold", "1", "between 0 and 1"),
+    ("gate.gamma.init=0", "gate.gamma.init", "below 0", "polarity=paper"),
+    ("gate.gamma.init=2.5", "gate.gamma.init", "2.5", "below 0"),
+    ("objective.warmup_epochs=-1", "objective.warmup_epochs", "-1", "at least 0"),
+    ("network.depth=21", "network.depth", "21", "6n+2"),
+    ("network.depth=2", "network.depth", "2", "6n+2"),
+    ("network.width=0", "network.width", "at least 1"),
+    ("optimizer.lr=nan", "optimizer.lr", "finite"),
+    ("objective.lambda_flops=inf", "objective.lambda_flops", "finite"),
+    ("data.batch_size=0", "data.batch_size", "at least 1"),
+    ("data.std=[0.2,0,0.2]", "data.std", "above 0"),
+    ("seed=-1", "seed", "-1"),
+    ("trainer.limit_train_batches=0", "trainer.limit_train_batches"),
+    ("name=a/b", "name", "folder name"),
+    ("gate.relaxation.noise_until=2", "gate.relaxation.noise_until", "from 0 to 1"),
+    # not Hydra's grammar
+    ("optimizer.lr=[0.1", "optimizer.lr"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case[0])
+def test_a_bad_config_ends_with_one_line_and_nothing_written(case, tmp_path):
+    override, *fragments = case
+    done = process("src/train.py", override, f"runs_dir={tmp_path}/runs", f"data.root={tmp_path}/data")
+    assert_one_line(done, *fragments)
+    assert list(tmp_path.iterdir()) == []
+
+
+HEAVY = [  # what only the built objects can know
+    (["trainer=gpu"], ["accelerator=gpu"]),
+    (["trainer.accelerator=abacus"], ["accelerator=abacus"]),
+    (["trainer.devices=0"], ["devices=0"]),
+    (["trainer.devices=-3"], ["devices=-3"]),
+    (["trainer.precision=12-bit"], ["precision=12-bit"]),
+    (["data.mean=[0.1,0.2]", "data.std=[0.1,0.2]"], ["data.mean", "1 channel"]),
+    (["data.validation=holdout", "data.holdout=5000"], ["data.holdout", "1438"]),
+    (["callbacks.checkpoint.mode=sideways"], ["sideways"]),
+    (["+callbacks.mine._target_=no.such.Callback"], ["no.such"]),
+    (["logger=wandb", "logger.wandb.mode=sometimes"], ["logger.wandb.mode", "offline"]),
+]
+
+
+@pytest.mark.parametrize("case", HEAVY, ids=lambda case: " ".join(case[0]))
+def test_a_bad_device_callback_or_logger_ends_with_one_line_and_nothing_written(case, tmp_path):
+    overrides, fragments = case
+    done = process("src/train.py", "+experiment=digits", *overrides, f"runs_dir={tmp_path}/runs")
+    assert_one_line(done, *fragments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_novelty_takes_gamma_of_either_sign():
+    for gamma in (-2.0, 2.0):
+        validate(config("gate.polarity=novelty", f"gate.gamma.init={gamma}"))
+    with pytest.raises(UserError):
+        validate(config("gate.gamma.init=2.0"))
+
+
+def test_identity_follows_what_a_run_computes_and_nothing_else():
+    same = ["seed=5", "runs_dir=elsewhere", "run_dir=here", "name=other", "logger=wandb", "data.root=x", "threads=1"]
+    other = ["optimizer.lr=0.2", "gate.polarity=novelty", "data.validation=holdout", "trainer.max_epochs=3"]
+    for override in same:
+        assert identity(config(override)) == identity(config()), override
+    found = {identity(config(override)) for override in other} | {identity(config())}
+    assert len(found) == len(other) + 1
+
+
+PAPER = {
+    "aggressive": (5.0, 0.01, 0.60, -3.0),
+    "balanced": (3.0, 0.01, 0.70, -2.5),
+    "conservative": (2.5, 0.05, 0.72, -2.0),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_configurations_are_the_papers(name):
+    chosen = config(f"+experiment={name}")
+    objective, optimizer = chosen.objective, chosen.optimizer
+    found = (objective.lambda_flops, objective.lambda_cons, objective.tau_target, chosen.gate.gamma.init)
+    assert found == PAPER[name]
+    assert (optimizer.lr, optimizer.momentum, optimizer.weight_decay) == (0.1, 0.9, 5e-4)
+    assert (chosen.trainer.max_epochs, objective.warmup_epochs, chosen.data.batch_size) == (160, 40, 128)
+    assert (chosen.gate.threshold, chosen.gate.relaxation.temperature, chosen.network.depth) == (0.45, 1.0, 20)
+    assert list(chosen.data.mean) == [0.4914, 0.4822, 0.4465]
+    assert list(chosen.data.std) == [0.2023, 0.1994, 0.2010]
+    assert (chosen.data.crop_padding, chosen.data.flip, chosen.data.validation.name) == (4, True, "test")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_opens_with_its_command_and_what_to_expect(path):
+    text = path.read_text()
+    assert f"+experiment={path.stem}" in text
+    for word in ("# Shows:", "# Expect:", "# Takes:"):
+        assert word in text
+    assert config(f"+experiment={path.stem}").name == path.stem

@@ -1,0 +1,63 @@
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_one_line, config, process
+
+from cosinegate.run import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    chosen = config("+experiment=digits", "threads=1", f"runs_dir={tmp_path_factory.mktemp('runs')}")
+    return train(chosen), Path(chosen.run_dir)
+
+
+def test_evaluation_repeats_what_the_record_says(run):
+    record, folder = run
+    done = process("src/evaluate.py", f"run={folder}", "json=true")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["accuracy"] == record["accuracy"]["test"]
+    for key in ("mean_gate", "skip_percent", "dynamic_blocks", "paths", "flops"):
+        assert found[key] == record[key]
+    assert [block["open"] for block in found["blocks"]] == record["blocks_open"]
+    assert sum(entry["images"] for entry in found["classes"]) == found["images"] == 359
+    right = sum(entry["images"] * entry["accuracy"] for entry in found["classes"])
+    assert right / 359 == pytest.approx(found["accuracy"], abs=1e-6)
+    for block in range(3):
+        opened = sum(entry["images"] * entry["open"][block] for entry in found["classes"]) / 359
+        assert opened == pytest.approx(found["blocks"][block]["open"], abs=1e-6)
+
+
+def test_a_person_gets_tables_of_classes_and_blocks(run):
+    _, folder = run
+    done = process("src/evaluate.py", f"run={folder / 'checkpoints' / 'best.ckpt'}", NO_COLOR="1")
+    assert done.returncode == 0, done.stderr
+    for words in ("accuracy", "mean gate", "executed", "share of images", "CIR"):
+        assert words in done.stdout
+    assert "\x1b[" not in done.stdout
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("this must not run",))
+
+
+def test_what_is_not_a_checkpoint_ends_with_one_line(run, tmp_path):
+    _, folder = run
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes()[:5000])
+    harmful = tmp_path / "harmful.ckpt"
+    harmful.write_bytes(pickle.dumps(Harmful()))
+    other = tmp_path / "other.ckpt"
+    torch.save({"state_dict": {}, "hyper_parameters": {"who": "knows"}}, other)
+    for path, fragment in ((cut, "not a checkpoint"), (harmful, "not a checkpoint"), (other, "another version")):
+        done = process("src/evaluate.py", f"run={path}")
+        assert_one_line(done, str(path), fragment)
+        assert "this must not run" not in done.stdout
+    assert_one_line(process("src/evaluate.py", "run=/nowhere"), "/nowhere", "no such folder")
+    assert_one_line(process("src/evaluate.py", f"run={tmp_path}"), "checkpoints/last.ckpt")
+    assert_one_line(process("src/evaluate.py"), "run has no value")

@@ -1,0 +1,133 @@
+import pytest
+import torch
+from conftest import config
+
+from cosinegate.build import build_network
+from cosinegate.choices import Polarity
+from cosinegate.networks import ResidualBlock
+
+
+def count(network) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def images(batch=4, channels=3, size=32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, channels, size, size, generator=generator).contiguous(memory_format=torch.channels_last)
+
+
+def test_resnet20_has_exactly_the_parameters_of_he_et_al():
+    assert count(build_network(config("gate=none"))) == 269_722
+
+
+@pytest.mark.parametrize(("depth", "millions"), [(32, 0.46), (44, 0.66), (56, 0.85), (110, 1.7)])
+def test_deeper_networks_have_the_published_size(depth, millions):
+    parameters = count(build_network(config("gate=none", f"network.depth={depth}")))
+    assert parameters / 1e6 == pytest.approx(millions, abs=0.05 if depth == 110 else 0.01)
+
+
+def test_gates_add_less_than_one_percent():
+    added = count(build_network(config())) - 269_722
+    assert added == 1_581
+    assert added / 269_722 < 0.01
+
+
+@pytest.mark.parametrize("depth", [8, 14, 20])
+@pytest.mark.parametrize("width", [4, 16])
+@pytest.mark.parametrize(("data", "channels", "size"), [("cifar10", 3, 32), ("mnist", 1, 28), ("digits", 1, 7)])
+@pytest.mark.parametrize("gate", ["cosine", "none"])
+def test_every_network_runs_forward_and_backward(depth, width, data, channels, size, gate):
+    chosen = config(f"data={data}", f"network.depth={depth}", f"network.width={width}", f"gate={gate}")
+    network = build_network(chosen)
+    output = network(images(2, channels, size))
+    assert output.logits.shape == (2, 10)
+    blocks = (depth - 2) // 2
+    if gate == "none":
+        assert output.routing is None
+    else:
+        assert {tuple(field.shape) for field in output.routing} == {(2, blocks)}
+    (output.logits.square().sum() + (0 if gate == "none" else output.routing.consistency.sum())).backward()
+    for name, parameter in network.named_parameters():
+        # W2 starts at zero, so W1 gets its first gradient in the second step
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+SWITCHES = [
+    "network.shortcut=projection",
+    "network.post_activation=false",
+    "gate.controller.enabled=false",
+    "gate.controller.reduction=4",
+    "gate.gamma.learnable=false",
+    "gate.polarity=novelty",
+    "gate.relaxation.hard=true",
+    "gate.relaxation.temperature=0.5",
+    "objective.consistency.detach_target=true",
+    "gate.threshold=0.3",
+]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_switch_changes_the_network_it_names(switch):
+    default, switched = build_network(config("network.depth=8")), build_network(config("network.depth=8", switch))
+    assert str(default) != str(switched) or [
+        (n, p.requires_grad, p.item() if p.numel() == 1 else p.shape) for n, p in default.named_parameters()
+    ] != [(n, p.requires_grad, p.item() if p.numel() == 1 else p.shape) for n, p in switched.named_parameters()]
+    output = switched(images())
+    assert torch.isfinite(output.logits).all()
+
+
+def test_polarity_decides_which_way_cir_moves_the_logit():
+    for polarity, sign in ((Polarity.paper, -1), (Polarity.novelty, 1)):
+        network = build_network(config(f"gate.polarity={polarity.name}", "network.depth=8"))
+        routing = network(images()).routing
+        assert torch.equal(routing.logits.sign(), torch.full_like(routing.logits, sign))
+        torch.testing.assert_close(routing.logits, sign * 2.5 * routing.cir)  # γ·CIR exactly: W2 starts at zero
+
+
+def test_closed_gate_is_the_identity_on_a_non_negative_input():
+    block: ResidualBlock = build_network(config("network.depth=8")).eval().blocks[0]
+    block.gate.gamma.data.fill_(-1e6)
+    x = images(channels=16).relu()
+    y, routing = block(x)
+    assert routing.gate.tolist() == [0.0] * 4
+    assert torch.equal(x, y)
+
+
+def test_open_gates_are_the_dense_network():
+    gated = build_network(config("network.depth=14")).eval()
+    dense = build_network(config("network.depth=14", "gate=none")).eval()
+    dense.load_state_dict({k: v for k, v in gated.state_dict().items() if ".gate." not in k})
+    for block in gated.blocks:
+        block.gate.gamma.data.fill_(1e6)
+    torch.testing.assert_close(gated(images()).logits, dense(images()).logits)
+
+
+def test_evaluation_is_deterministic_and_hard_and_training_is_not():
+    network = build_network(config())
+    trained = [network(images()).routing.gates for _ in range(2)]
+    assert not torch.equal(*trained)
+    assert ((trained[0] > 0) & (trained[0] < 1)).all()
+    network.eval()
+    before = torch.get_rng_state()
+    first, second = network(images()), network(images())
+    assert torch.equal(first.logits, second.logits)
+    assert torch.equal(before, torch.get_rng_state())
+    assert set(first.routing.gates.unique().tolist()) <= {0.0, 1.0}
+    assert torch.equal(first.routing.gates, (torch.sigmoid(first.routing.logits) > 0.45).float())
+
+
+def test_a_sample_is_routed_alike_alone_and_in_a_batch():
+    network = build_network(config("gate.polarity=novelty", "network.depth=14")).eval()
+    together = network(images(6))
+    alone = [network(images(6)[n : n + 1]) for n in range(6)]
+    torch.testing.assert_close(together.logits, torch.cat([output.logits for output in alone]), rtol=1e-4, atol=1e-5)
+    assert torch.equal(together.routing.gates, torch.cat([output.routing.gates for output in alone]))
+
+
+def test_layouts_give_the_same_output():
+    network = build_network(config("network.depth=14")).eval()
+    x = images()
+    last = network.to(memory_format=torch.channels_last)(x).logits
+    plain = network.to(memory_format=torch.contiguous_format)(x.contiguous()).logits
+    torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,305 @@
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, assert_one_line, config, process
+
+from cosinegate.data.loader import EpochOrder
+from cosinegate.errors import UserError
+from cosinegate.record import accuracies, read_metrics, read_record
+from cosinegate.run import run_folder, train
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+SHORT = ["data=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
+SHORT += ["trainer.limit_test_batches=1", "threads=1"]
+
+# train/loss after two epochs of three batches on the digits; a change that should not move it must not
+GOLDEN = {
+    "aggressive": 2.347211,
+    "balanced": 2.333557,
+    "conservative": 2.509214,
+    "digits": 2.323620,
+    "mnist": 2.333557,
+    "quickstart": 2.342105,
+    "resnet20": 1.432338,
+}
+
+
+def short(tmp_path: Path, *overrides: str):
+    chosen = config(*overrides, f"runs_dir={tmp_path}")
+    return train(chosen), Path(chosen.run_dir)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_trains_on_digits_to_its_golden_loss(experiment, tmp_path):
+    record, folder = short(tmp_path, f"+experiment={experiment}", *SHORT)
+    assert record["status"] == "finished"
+    assert record["experiment"] == experiment
+    rows = read_metrics(folder)
+    assert sorted(rows) == [1, 2]
+    assert rows[2]["train/loss"] == pytest.approx(GOLDEN[experiment], rel=2e-3)
+
+
+NAMES = ["train/loss", "train/loss_ce", "train/loss_cons", "train/loss_flops", "train/acc", "val/acc", "val/loss"]
+NAMES += ["gates/mean", "gates/skip_percent", "gates/relaxed_mean", "gates/block_00", "gates/block_02"]
+NAMES += ["gates/dynamic_blocks", "gates/paths", "cir/block_00", "cir/block_02", "flops/counted", "flops/executed"]
+NAMES += ["schedule/prog", "schedule/lr", "schedule/temperature", "speed/images_per_second", "speed/epoch_seconds"]
+
+FIELDS = ["format", "status", "experiment", "identity", "data", "seed", "gate", "epochs", "accuracy", "mean_gate"]
+FIELDS += ["skip_percent", "flops", "dynamic_blocks", "paths", "selected_on", "seconds", "images_per_second"]
+FIELDS += ["parameters", "gate_parameters", "versions", "git_commit", "command", "started", "updated"]
+FIELDS += ["peak_memory_mib", "blocks_open"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """One whole run of the digits experiment through its real command line."""
+    root = tmp_path_factory.mktemp("digits")
+    done = process("src/train.py", "+experiment=digits", "threads=1", f"runs_dir={root}")
+    (folder,) = (root / "digits").iterdir()
+    return done, folder
+
+
+def test_the_command_trains_and_ends_with_a_table(digits):
+    done, folder = digits
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "test accuracy",
+        "mean gate",
+        "skip",
+        "FLOPs counted",
+        "FLOPs executed",
+        "dynamic blocks",
+        "peak accuracy",
+    ):
+        assert words in done.stdout
+    assert "chosen on the test set" in done.stdout
+    assert done.stdout.count("epoch ") >= 4
+    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(("figure", "record")))
+    assert Path(said["figure"]).read_bytes().startswith(b"\x89PNG")
+    assert Path(said["record"]) == folder / "record.json"
+    assert done.stderr == ""
+
+
+def test_the_record_and_the_metrics_are_complete(digits):
+    _, folder = digits
+    record = read_record(folder)
+    assert [field for field in FIELDS if field not in record] == []
+    rows = read_metrics(folder)
+    assert sorted(rows) == [1, 2, 3, 4]
+    for row in rows.values():
+        assert [name for name in NAMES if name not in row] == []
+        assert not any(name.startswith("test/") for name in row)
+    best = max(rows, key=lambda epoch: rows[epoch]["val/acc"])
+    assert record["accuracy"]["best"] == rows[best]["val/acc"]
+    assert record["accuracy"]["best_epoch"] == best
+    assert record["accuracy"]["last"] == record["accuracy"]["test"] == rows[4]["val/acc"]
+    assert record["accuracy"]["best"] > 0.6  # it learns
+    assert record["selected_on"] == "test"
+    assert record["epochs"] == {"planned": 4, "done": 4}
+    assert record["flops"]["counted"] == record["mean_gate"] == pytest.approx(sum(record["blocks_open"]) / 3)
+    assert record["flops"]["executed"] >= 1.0
+    assert record["skip_percent"] == pytest.approx(100 * (1 - record["mean_gate"]))
+    assert record["command"].endswith(f"src/train.py +experiment=digits threads=1 runs_dir={folder.parents[1]}")
+    assert record["versions"]["torch"] == torch.__version__
+    for name in ("config.yaml", "checkpoints/last.ckpt", "checkpoints/best.ckpt"):
+        assert (folder / name).exists()
+
+
+def test_the_schedule_is_the_papers(digits):
+    _, folder = digits
+    rows = read_metrics(folder)
+    assert [rows[epoch]["schedule/prog"] for epoch in (1, 2, 3, 4)] == [0.0, 1.0, 1.0, 1.0]
+    cosine = [0.05 * (1 + torch.cos(torch.tensor(torch.pi * t / 4)).item()) for t in range(4)]
+    assert [rows[epoch]["schedule/lr"] for epoch in (1, 2, 3, 4)] == pytest.approx(cosine, rel=1e-5)
+
+
+def test_a_checkpoint_is_plain_data(digits):
+    _, folder = digits
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert stored["hyper_parameters"]["gate"]["polarity"] == "paper"
+
+
+def test_starting_a_finished_run_again_says_so_and_changes_nothing(digits):
+    _, folder = digits
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    again = process("src/train.py", "+experiment=digits", "threads=1", f"runs_dir={folder.parents[1]}")
+    assert again.returncode == 0
+    assert "this run is finished" in again.stdout
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_another_config_in_a_named_folder_is_refused(digits):
+    _, folder = digits
+    before = (folder / "record.json").read_bytes()
+    done = process("src/train.py", "+experiment=digits", "optimizer.lr=0.01", f"run_dir={folder}")
+    assert_one_line(done, "run_dir", "another config")
+    assert (folder / "record.json").read_bytes() == before
+
+
+def test_a_folder_of_somebody_elses_files_is_refused(tmp_path):
+    (tmp_path / "metrics.csv").write_text("mine")
+    with pytest.raises(UserError, match="no record"):
+        train(config("+experiment=digits", f"run_dir={tmp_path}"))
+    assert (tmp_path / "metrics.csv").read_text() == "mine"
+
+
+def test_a_killed_run_goes_on_and_ends_as_if_it_never_stopped(digits, tmp_path):
+    _, whole = digits
+    command = [sys.executable, "src/train.py", "+experiment=digits", "threads=1", f"runs_dir={tmp_path}"]
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in running.stdout:
+        if line.startswith("epoch 2/4"):
+            break
+    last = next(tmp_path.glob("digits/*/")) / "checkpoints" / "last.ckpt"
+    while running.poll() is None and torch.load(last, weights_only=True)["epoch"] < 1:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    (folder,) = (tmp_path / "digits").iterdir()
+    assert read_record(folder)["status"] == "running"
+    resumed = process(*command[1:])
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming digits in {folder}" in resumed.stdout
+    assert "epoch 1/4" not in resumed.stdout
+    for name in ("last.ckpt", "best.ckpt"):
+        a, b = (torch.load(f / "checkpoints" / name, weights_only=True)["state_dict"] for f in (whole, folder))
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    rows = [list(csv.DictReader((f / "metrics.csv").open())) for f in (whole, folder)]
+    for one, other in zip(*rows, strict=True):
+        assert {k: v for k, v in one.items() if "speed/" not in k} == {
+            k: v for k, v in other.items() if "speed/" not in k
+        }
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    command = [sys.executable, "src/train.py", "+experiment=digits", "trainer.max_epochs=500", f"runs_dir={tmp_path}"]
+    first = subprocess.Popen([*command, "threads=1"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in first.stdout:
+        if line.startswith("epoch 1/"):
+            break
+    second = process(*command[1:], "threads=1")
+    first.kill()
+    first.wait()
+    assert_one_line(second, "run_dir", "another process")
+
+
+def test_an_interrupted_run_says_so_and_its_record_too(tmp_path):
+    command = ["src/train.py", "+experiment=digits", "trainer.max_epochs=500", f"runs_dir={tmp_path}", "threads=1"]
+    running = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in running.stdout:
+        if line.startswith("epoch 1/"):
+            break
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate()
+    assert running.returncode != 0
+    assert "Traceback" not in errors
+    assert "again" in errors.splitlines()[-1]
+    (folder,) = (tmp_path / "digits").iterdir()
+    record = read_record(folder)
+    assert (record["status"], record["error"]) == ("failed", "interrupted")
+
+
+def test_a_failing_run_is_recorded_as_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("cosinegate.objective.Objective.mean_gate", lambda self, gates: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        short(tmp_path, "+experiment=digits", *SHORT)
+    (folder,) = (tmp_path / "digits").iterdir()
+    record = read_record(folder)
+    assert record["status"] == "failed"
+    assert "ZeroDivisionError" in record["error"]
+
+
+def test_holdout_chooses_on_held_out_images_and_tests_the_best_once(tmp_path):
+    record, folder = short(tmp_path, "+experiment=digits", "data.validation=holdout", "threads=1")
+    assert record["selected_on"] == "holdout"
+    assert record["accuracy"]["test_of"] == "best"
+    assert record["accuracy"]["test"] != record["accuracy"]["best"]
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["epoch"] + 1 == record["accuracy"]["best_epoch"]
+
+
+def test_every_epoch_draws_its_own_order(tmp_path, monkeypatch):
+    drawn = []
+    draw = EpochOrder.draw
+    monkeypatch.setattr(EpochOrder, "draw", lambda self: drawn.append((self.seed, self.epoch)) or draw(self))
+    short(tmp_path, "+experiment=digits", "seed=3", *SHORT)
+    assert drawn == [(3, 0), (3, 1)]
+
+
+def test_the_dense_baseline_counts_and_executes_everything(tmp_path):
+    record, folder = short(tmp_path, "+experiment=resnet20", *SHORT)
+    assert record["gate"] == "none"
+    assert record["gate_parameters"] == 0
+    assert (record["mean_gate"], record["flops"]["executed"]) == (1.0, 1.0)
+    assert (record["dynamic_blocks"], record["paths"]) == (0, 1)
+    assert not any(name.startswith("cir/") for name in read_metrics(folder)[1])
+
+
+def test_annealing_noise_and_per_step_warmup_reach_the_network(tmp_path):
+    overrides = ["gate.relaxation.annealing=linear", "gate.relaxation.noise_until=0.5", "trainer.max_epochs=3"]
+    _, folder = short(tmp_path, "+experiment=digits", *SHORT, *overrides, "objective.per_step=true")
+    rows = read_metrics(folder)
+    assert [rows[e]["schedule/temperature"] for e in (1, 2, 3)] == pytest.approx([1.0, 0.55, 0.1])
+
+
+def test_gates_without_weight_decay_keep_their_own_group():
+    from cosinegate.build import build_module
+
+    for decay_gates, decays in ((True, [5e-4]), (False, [5e-4, 0.0])):
+        module = build_module(config("+experiment=digits", f"optimizer.decay_gates={decay_gates}"))
+        module._trainer = type("Trainer", (), {"max_epochs": 4})()
+        optimizer = module.configure_optimizers()["optimizer"]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == decays
+        assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == 19_147
+
+
+def test_wandb_runs_offline_without_an_account_and_tensorboard_beside_it(tmp_path):
+    done = process("src/train.py", "+experiment=digits", "logger=[wandb,tensorboard]", f"runs_dir={tmp_path}", *SHORT)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "digits").iterdir()
+    assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    assert list((folder / "tensorboard").glob("events*"))
+
+
+def test_a_multirun_trains_every_job(tmp_path):
+    done = process("src/train.py", "-m", "+experiment=digits", "seed=0,1", f"runs_dir={tmp_path}", *SHORT)
+    assert done.returncode == 0, done.stderr
+    seeds = [json.loads(path.read_text())["seed"] for path in tmp_path.glob("digits/*/record.json")]
+    assert sorted(seeds) == [0, 1]
+
+
+def test_several_devices_in_a_multirun_are_refused(tmp_path):
+    done = process("src/train.py", "-m", "+experiment=digits", "seed=0,1", "trainer=ddp", f"runs_dir={tmp_path}")
+    assert_one_line(done, "trainer.devices", "multirun")
+
+
+def test_two_devices_share_a_run_and_leave_one_record(tmp_path):
+    overrides = ["+experiment=digits", "trainer=ddp", "trainer.accelerator=cpu", *SHORT, f"runs_dir={tmp_path}"]
+    done = process("src/train.py", *overrides)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "digits").iterdir()
+    assert read_record(folder)["status"] == "finished"
+    assert sorted(read_metrics(folder)) == [1, 2]
+    assert done.stdout.count("test accuracy") == 1
+
+
+def test_the_folder_follows_from_the_config_and_the_seed():
+    a, b = (run_folder(config("+experiment=digits", f"seed={seed}")) for seed in (1, 2))
+    assert a.parent == b.parent == Path("runs/digits")
+    assert (a.name[:10], a.name[10:], b.name[10:]) == (b.name[:10], "-s1", "-s2")
+
+
+def test_best_is_the_first_of_equals_and_epoch_100_is_kept():
+    rows = {e: {"val/acc": 0.9 if e in (7, 100) else 0.5, "gates/skip_percent": float(e)} for e in range(1, 121)}
+    found = accuracies(rows)
+    assert (found["best"], found["best_epoch"], found["best_skip_percent"]) == (0.9, 7, 7.0)
+    assert (found["epoch_100"], found["last"]) == (0.9, 0.5)
