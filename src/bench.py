@@ -6,13 +6,16 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cosinegate import cli
+from cosinegate.config import require_positive
 
 
 def task(config: DictConfig) -> None:
+    require_positive(config, "threads", "steps", "batches", "val_batches", "rounds")
     from cosinegate.benchmark import bench, write
     from cosinegate.console import say
 
-    figures = bench(config, cli.compose("+experiment=conservative"), cli.compose("+experiment=resnet20"))
+    experiment = f"+experiment={config.name}"
+    figures = bench(config, cli.compose(experiment), cli.compose(experiment, "gate=none"))
     path = write(figures, Path(config.folder))
     say(path.read_text())
     say(f"written to {path.parent}")

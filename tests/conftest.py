@@ -7,21 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 
 import cosinegate.config  # noqa: F401 (registers the schema)
+from cosinegate import cli
 
 ROOT = Path(__file__).parents[1]
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "PATH": "/nonexistent"}
 
+config = cli.compose  # the config that a command line with these overrides would give
+
 torch.set_num_threads(1)
-
-
-def config(*overrides: str, name: str = "train") -> DictConfig:
-    """The config that a command line with these overrides would give."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, list(overrides))
 
 
 def process(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:

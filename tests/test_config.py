@@ -37,6 +37,7 @@ BAD = [
     ("seed=-1", "seed", "-1"),
     ("trainer.limit_train_batches=0", "trainer.limit_train_batches"),
     ("name=a/b", "name", "folder name"),
+    ("trainer.check_val_every_n_epoch=500", "trainer.check_val_every_n_epoch", "at most"),
     ("gate.relaxation.noise_until=2", "gate.relaxation.noise_until", "from 0 to 1"),
     # not Hydra's grammar
     ("optimizer.lr=[0.1", "optimizer.lr"),
@@ -57,9 +58,11 @@ HEAVY = [  # what only the built objects can know
     (["trainer.devices=0"], ["devices=0"]),
     (["trainer.devices=-3"], ["devices=-3"]),
     (["trainer.precision=12-bit"], ["precision=12-bit"]),
+    (["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=65"], ["data.batch_size", "2 devices"]),
+    (["data.drop_last=true", "data.batch_size=2000"], ["data.batch_size", "1438"]),
     (["data.mean=[0.1,0.2]", "data.std=[0.1,0.2]"], ["data.mean", "1 channel"]),
     (["data.validation=holdout", "data.holdout=5000"], ["data.holdout", "1438"]),
-    (["callbacks.checkpoint.mode=sideways"], ["sideways"]),
+    (["callbacks.lr_monitor.logging_interval=never"], ["logging_interval"]),
     (["+callbacks.mine._target_=no.such.Callback"], ["no.such"]),
     (["logger=wandb", "logger.wandb.mode=sometimes"], ["logger.wandb.mode", "offline"]),
 ]

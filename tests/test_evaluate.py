@@ -61,3 +61,6 @@ def test_what_is_not_a_checkpoint_ends_with_one_line(run, tmp_path):
     assert_one_line(process("src/evaluate.py", "run=/nowhere"), "/nowhere", "no such folder")
     assert_one_line(process("src/evaluate.py", f"run={tmp_path}"), "checkpoints/last.ckpt")
     assert_one_line(process("src/evaluate.py"), "run has no value")
+    assert_one_line(process("src/evaluate.py", f"run={folder}", "threads=0"), "threads = 0", "at least 1")
+    assert_one_line(process("src/evaluate.py", f"run={folder}", "limit_batches=-2"), "limit_batches = -2")
+    assert_one_line(process("src/evaluate.py", f"run={folder}", "accelerator=gpu"), "accelerator=gpu")

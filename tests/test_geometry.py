@@ -94,6 +94,19 @@ def test_degenerate_maps_give_finite_values_and_gradients(rng, s_scale, r_scale)
     assert (consistency(dots, z) >= 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_maps_are_summed_in_single_precision(rng, dtype):
+    s, r = (30 * x.to(dtype) for x in maps(rng, channels=64, size=16, dtype=torch.float32))
+    z = torch.full((3,), 0.9)
+    half, single = (dot_products(*pair)[2] for pair in ((s, r), (s.float(), r.float())))
+    torch.testing.assert_close(cir(half), cir(single))
+    torch.testing.assert_close(consistency(half, z), consistency(single, z))
+    s.requires_grad_()
+    (grad,) = torch.autograd.grad(cir(dot_products(s, r)[2]).sum(), s)
+    assert grad.dtype is dtype
+    assert torch.isfinite(grad).all()
+
+
 def test_zero_residual_has_cir_one_and_no_drift():
     s = torch.ones(2, 3, 2, 2)
     _, _, dots = dot_products(s, torch.zeros_like(s))

@@ -120,13 +120,25 @@ def test_a_named_folder_is_looked_at_first(tmp_path, arrays, zipped, inner):
     assert unused.calls == 0
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b"\x1f\x8b" + b[2:], lambda b: b""])
-def test_a_damaged_idx_file_is_a_source_that_failed(tmp_path, arrays, damage):
-    write_idx(arrays, tmp_path)
-    path = tmp_path / mnist.FILES[0]
+DAMAGES = [
+    lambda b: b[:-5],
+    lambda b: b[:5],
+    lambda b: b"",
+    lambda b: b[:40] + b"\xff\xff" + b[42:],
+    lambda b: b"no idx",
+]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_in_the_folder_is_passed_over_for_the_next_source(tmp_path, arrays, damage, zipped, capsys):
+    write_idx(arrays, tmp_path / "mine", zipped)
+    path = tmp_path / "mine" / (mnist.FILES[0] + (".gz" if zipped else ""))
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(SourceFailed):
-        mnist.from_folder(tmp_path)
+    good = Source(arrays)
+    assert same(load(image_set(arrays, good), tmp_path / "root", tmp_path / "mine"), arrays)
+    assert good.calls == 1
+    assert "data: folder" in capsys.readouterr().err
 
 
 def cifar_batches(arrays: Arrays):

@@ -3,7 +3,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,9 @@ import torch
 from conftest import ROOT, assert_one_line, config, process
 
 from cosinegate.data.loader import EpochOrder
+from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
+from cosinegate.lit import LitCosineGate
 from cosinegate.record import accuracies, read_metrics, read_record
 from cosinegate.run import run_folder, train
 
@@ -49,7 +50,7 @@ def test_every_experiment_trains_on_digits_to_its_golden_loss(experiment, tmp_pa
 NAMES = ["train/loss", "train/loss_ce", "train/loss_cons", "train/loss_flops", "train/acc", "val/acc", "val/loss"]
 NAMES += ["gates/mean", "gates/skip_percent", "gates/relaxed_mean", "gates/block_00", "gates/block_02"]
 NAMES += ["gates/dynamic_blocks", "gates/paths", "cir/block_00", "cir/block_02", "flops/counted", "flops/executed"]
-NAMES += ["schedule/prog", "schedule/lr", "schedule/temperature", "speed/images_per_second", "speed/epoch_seconds"]
+NAMES += ["schedule/prog", "schedule/lr", "schedule/temperature", "speed/images_per_second"]
 
 FIELDS = ["format", "status", "experiment", "identity", "data", "seed", "gate", "epochs", "accuracy", "mean_gate"]
 FIELDS += ["skip_percent", "flops", "dynamic_blocks", "paths", "selected_on", "seconds", "images_per_second"]
@@ -155,15 +156,16 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_never_stopped(digits, tmp_path):
     command = [sys.executable, "src/train.py", "+experiment=digits", "threads=1", f"runs_dir={tmp_path}"]
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in running.stdout:
-        if line.startswith("epoch 2/4"):
+        if line.startswith("epoch 3/4"):  # so the checkpoint of epoch 2 is there
             break
-    last = next(tmp_path.glob("digits/*/")) / "checkpoints" / "last.ckpt"
-    while running.poll() is None and torch.load(last, weights_only=True)["epoch"] < 1:
-        time.sleep(0.01)
     running.send_signal(signal.SIGKILL)
     running.wait()
     (folder,) = (tmp_path / "digits").iterdir()
-    assert read_record(folder)["status"] == "running"
+    record, rows = read_record(folder), read_metrics(folder)
+    assert record["status"] == "running"
+    assert record["epochs"]["done"] == len(rows)
+    assert record["accuracy"]["last"] == rows[max(rows)]["val/acc"]
+    assert record["mean_gate"] == rows[max(rows)]["gates/mean"]
     resumed = process(*command[1:])
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming digits in {folder}" in resumed.stdout
@@ -218,6 +220,19 @@ def test_a_failing_run_is_recorded_as_failed(tmp_path, monkeypatch):
     assert "ZeroDivisionError" in record["error"]
 
 
+def test_held_out_images_are_apart_and_do_not_depend_on_the_seed():
+    def splits(seed):
+        data = ImageData(config("+experiment=digits", "data.validation=holdout").data, seed)
+        data.setup()
+        return {name: {image.numpy().tobytes() for image in images} for name, (images, _) in data.splits.items()}, data
+
+    (first, data), (second, _) = splits(0), splits(1)
+    assert first == second
+    assert {name: len(labels) for name, (_, labels) in data.splits.items()} == {"train": 1138, "val": 300, "test": 359}
+    assert not first["train"] & first["val"]
+    assert not first["val"] & first["test"]
+
+
 def test_holdout_chooses_on_held_out_images_and_tests_the_best_once(tmp_path):
     record, folder = short(tmp_path, "+experiment=digits", "data.validation=holdout", "threads=1")
     assert record["selected_on"] == "holdout"
@@ -244,11 +259,56 @@ def test_the_dense_baseline_counts_and_executes_everything(tmp_path):
     assert not any(name.startswith("cir/") for name in read_metrics(folder)[1])
 
 
-def test_annealing_noise_and_per_step_warmup_reach_the_network(tmp_path):
+def test_annealing_noise_and_per_step_warmup_reach_the_network(tmp_path, monkeypatch):
+    seen = []
+    step = LitCosineGate.training_step
+
+    def watched(self, batch, batch_idx):
+        relaxation = self.network.blocks[0].gate.relaxation
+        seen.append((relaxation.temperature, relaxation.noisy, self.objective.prog))
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LitCosineGate, "training_step", watched)
     overrides = ["gate.relaxation.annealing=linear", "gate.relaxation.noise_until=0.5", "trainer.max_epochs=3"]
-    _, folder = short(tmp_path, "+experiment=digits", *SHORT, *overrides, "objective.per_step=true")
+    overrides += ["objective.per_step=true", "objective.warmup_epochs=2"]
+    _, folder = short(tmp_path, "+experiment=digits", *SHORT, *overrides)
+    temperatures, noisy, progs = zip(*seen, strict=True)
+    assert temperatures == pytest.approx([1.0] * 3 + [0.55] * 3 + [0.1] * 3)
+    assert noisy == (True,) * 6 + (False,) * 3
+    assert progs == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1, 1])
+    assert [rows["schedule/temperature"] for rows in read_metrics(folder).values()] == pytest.approx([1.0, 0.55, 0.1])
+
+
+def test_last_is_the_last_epoch_even_when_it_is_not_the_best(tmp_path, monkeypatch):
+    step = LitCosineGate.validation_step
+
+    def right_in_the_second_epoch_alone(self, batch, batch_idx):
+        images, target = batch
+        return step(self, (images, self(images).logits.argmax(1) if self.current_epoch == 1 else target), batch_idx)
+
+    monkeypatch.setattr(LitCosineGate, "validation_step", right_in_the_second_epoch_alone)
+    record, folder = short(tmp_path, "+experiment=digits", *SHORT, "trainer.max_epochs=4")
+    assert (record["accuracy"]["best"], record["accuracy"]["best_epoch"]) == (1.0, 2)
+    last, best = (torch.load(folder / "checkpoints" / f"{n}.ckpt", weights_only=True) for n in ("last", "best"))
+    assert (last["epoch"] + 1, best["epoch"] + 1) == (4, 2)
+
+
+def test_an_epoch_without_validation_has_no_validation_figures(tmp_path):
+    overrides = ["trainer.max_epochs=3", "trainer.check_val_every_n_epoch=2"]
+    record, folder = short(tmp_path, "+experiment=digits", *SHORT, *overrides)
     rows = read_metrics(folder)
-    assert [rows[e]["schedule/temperature"] for e in (1, 2, 3)] == pytest.approx([1.0, 0.55, 0.1])
+    assert ["val/acc" in rows[e] for e in (1, 2, 3)] == [False, True, False]
+    assert ["gates/mean" in rows[e] for e in (1, 2, 3)] == [False, True, False]
+    assert all("train/acc" in row and "gates/relaxed_mean" in row for row in rows.values())
+    assert record["accuracy"]["last_epoch"] == 2
+
+
+def test_a_callback_can_be_left_out_and_another_added(tmp_path):
+    extra = ["callbacks.curves=null", "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer"]
+    _, folder = short(tmp_path, "+experiment=digits", *SHORT, *extra)
+    assert not (folder / "figures").exists()
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert "Timer" in stored["callbacks"]
 
 
 def test_gates_without_weight_decay_keep_their_own_group():
@@ -262,19 +322,16 @@ def test_gates_without_weight_decay_keep_their_own_group():
         assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == 19_147
 
 
-def test_wandb_runs_offline_without_an_account_and_tensorboard_beside_it(tmp_path):
-    done = process("src/train.py", "+experiment=digits", "logger=[wandb,tensorboard]", f"runs_dir={tmp_path}", *SHORT)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "digits").iterdir()
-    assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
-    assert list((folder / "tensorboard").glob("events*"))
-
-
-def test_a_multirun_trains_every_job(tmp_path):
-    done = process("src/train.py", "-m", "+experiment=digits", "seed=0,1", f"runs_dir={tmp_path}", *SHORT)
+def test_a_multirun_trains_every_job_in_a_wandb_run_of_its_own(tmp_path):
+    jobs = ["+experiment=digits", "seed=0,1", "logger=[wandb,tensorboard]", f"runs_dir={tmp_path}", *SHORT]
+    done = process("src/train.py", "-m", *jobs)
     assert done.returncode == 0, done.stderr
     seeds = [json.loads(path.read_text())["seed"] for path in tmp_path.glob("digits/*/record.json")]
     assert sorted(seeds) == [0, 1]
+    for folder in (tmp_path / "digits").iterdir():  # offline, as there is no account
+        (run,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+        assert run.stem == f"run-digits-{folder.name}"
+        assert list((folder / "tensorboard").glob("events*"))
 
 
 def test_several_devices_in_a_multirun_are_refused(tmp_path):
@@ -290,6 +347,7 @@ def test_two_devices_share_a_run_and_leave_one_record(tmp_path):
     assert read_record(folder)["status"] == "finished"
     assert sorted(read_metrics(folder)) == [1, 2]
     assert done.stdout.count("test accuracy") == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_the_folder_follows_from_the_config_and_the_seed():

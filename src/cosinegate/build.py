@@ -43,7 +43,7 @@ def build_network(config: DictConfig) -> ResNet:
 def build_module(config: DictConfig) -> LitCosineGate:
     """The network with the weights that `config.seed` gives it, and its objective."""
     image_set = IMAGE_SETS[config.data.name.name]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         network = build_network(config)
     weights = block_flops(network, image_set.shape) if config.objective.weighting is Weighting.flops else None

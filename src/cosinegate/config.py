@@ -141,7 +141,7 @@ class EvaluateConfig:
     run: str = MISSING
     checkpoint: Checkpoint = MISSING
     json: bool = MISSING
-    root: str = MISSING
+    root: str | None = None
     folder: str | None = None
     accelerator: str = MISSING
     threads: int | None = None
@@ -151,6 +151,8 @@ class EvaluateConfig:
 @dataclass
 class BenchConfig:
     folder: str = MISSING
+    name: str = MISSING
+    threads: int = MISSING
     steps: int = MISSING
     batches: int = MISSING
     val_batches: int = MISSING
@@ -166,7 +168,7 @@ NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "logger", "dat
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 
 
-def _batches(value: Any) -> bool:
+def is_batches(value: Any) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return value is None or whole or (isinstance(value, float) and 0 < value <= 1)
 
@@ -199,7 +201,7 @@ RULES: list[Rule] = [
     *(
         (
             f"trainer.limit_{stage}_batches",
-            _batches,
+            is_batches,
             "null, a number of batches (1, 2, ...) or a share (0.0 < x <= 1.0)",
         )
         for stage in ("train", "val", "test")
@@ -217,6 +219,13 @@ def require(config: DictConfig) -> None:
         raise UserError(f"{missing[0]} has no value: give one on the command line, as in {missing[0]}=...")
 
 
+def require_positive(config: DictConfig, *keys: str) -> None:
+    """Ends with one line that names the first of the keys that is below 1."""
+    for key in keys:
+        if config[key] is not None and config[key] < 1:
+            raise UserError(f"{key} = {config[key]}: must be at least 1")
+
+
 def validate(config: DictConfig) -> None:
     """Ends with one line that names the first key whose value is missing or out of range."""
     require(config)
@@ -230,6 +239,13 @@ def validate(config: DictConfig) -> None:
     gamma = config.gate.gamma.init
     if config.gate.polarity is Polarity.paper and gamma >= 0:
         raise UserError(f"gate.gamma.init = {gamma}: must be below 0 with gate.polarity=paper (the paper has γ < 0)")
+    if gamma == 0:
+        raise UserError("gate.gamma.init = 0: must not be 0, or CIR moves no gate")
+    if config.trainer.check_val_every_n_epoch > config.trainer.max_epochs:
+        raise UserError(
+            f"trainer.check_val_every_n_epoch = {config.trainer.check_val_every_n_epoch}: "
+            f"must be at most trainer.max_epochs = {config.trainer.max_epochs}"
+        )
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
     if len(config.data.mean) != len(config.data.std):

@@ -26,7 +26,7 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
     chosen = "the test set" if record["selected_on"] == "test" else "held-out training images"
     rows = [
         ("test accuracy", percent(accuracy["test"]), f"hard gates, {accuracy['test_of']} epoch"),
-        ("last accuracy", percent(accuracy["last"]), f"epoch {record['epochs']['done']}"),
+        ("last accuracy", percent(accuracy["last"]), f"epoch {accuracy['last_epoch']}"),
         ("peak accuracy", percent(accuracy["best"]), f"epoch {accuracy['best_epoch']}, chosen on {chosen}"),
         ("mean gate", f"{record['mean_gate']:.3f}", f"target {record['tau_target']:g}"),
         ("skip", f"{record['skip_percent']:.1f}%", "1 - mean gate"),

@@ -13,7 +13,7 @@ from cosinegate import console
 from cosinegate.build import build_module
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
-from cosinegate.config import Config, EvaluateConfig, validate
+from cosinegate.config import Config, EvaluateConfig, is_batches, require_positive, validate
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
@@ -24,13 +24,17 @@ from cosinegate.run import build_trainer, quiet
 def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
     """What the test set says of a checkpoint: as plain values, as the routing summary, and the names of the classes."""
     quiet()
+    require_positive(asked, "threads")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
+    if not is_batches(asked.limit_batches):
+        raise UserError(f"limit_batches = {asked.limit_batches}: must be null, a number of batches or a share")
     path = checkpoint_path(Path(asked.run), asked.checkpoint.name)
     module, config = load_checkpoint(path)
-    config.data.root, config.data.folder = asked.root, asked.folder
+    config.data.root, config.data.folder = asked.root or config.data.root, asked.folder or config.data.folder
     config.callbacks, config.logger = {}, {}
-    config.trainer.accelerator, config.trainer.devices, config.trainer.strategy = asked.accelerator, 1, "auto"
+    config.trainer.accelerator, config.trainer.strategy = asked.accelerator, "auto"
+    config.trainer.devices = config.trainer.num_nodes = 1
     config.trainer.limit_test_batches = asked.limit_batches
     config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
     validate(config)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-TINY = 1e-12  # a norm at or below this counts as zero: its direction is undefined and gets no gradient
+TINY = 1e-12  # a squared norm at or below this counts as zero: its direction is undefined and gets no gradient
 
 
 class Dots(NamedTuple):
@@ -33,6 +33,8 @@ class Dots(NamedTuple):
 @torch.library.custom_op("cosinegate::three_dots", mutates_args=())
 def three_dots(s: Tensor, r: Tensor) -> Tensor:
     """(3, B): <s,s>, <s,r>, <r,r> of two (B, D) matrices. An operator of its own so that FLOP counters see it."""
+    if s.dtype in (torch.float16, torch.bfloat16):  # thousands of terms: half precision would overflow or lose them
+        s, r = s.float(), r.float()
     aa = torch.linalg.vector_norm(s, dim=1).square_()
     cc = torch.linalg.vector_norm(r, dim=1).square_()
     return torch.stack((aa, (s * r).sum(1), cc))
@@ -40,7 +42,8 @@ def three_dots(s: Tensor, r: Tensor) -> Tensor:
 
 @three_dots.register_fake
 def _(s: Tensor, r: Tensor) -> Tensor:
-    return s.new_empty(3, s.shape[0])
+    half = s.dtype in (torch.float16, torch.bfloat16)
+    return s.new_empty(3, s.shape[0], dtype=torch.float32 if half else s.dtype)
 
 
 @register_flop_formula(torch.ops.cosinegate.three_dots)
@@ -66,7 +69,7 @@ class _DotProducts(torch.autograd.Function):
         grad_s, grad_r, ga, gb_s, gb_r, gc = grads
         s, r = ctx.saved_tensors
         shape = (-1,) + (1,) * (s.dim() - 1)
-        ga, gb_s, gb_r, gc = (g.view(shape) for g in (2 * ga, gb_s, gb_r, 2 * gc))
+        ga, gb_s, gb_r, gc = (g.view(shape).to(s.dtype) for g in (2 * ga, gb_s, gb_r, 2 * gc))
         grad_s = torch.addcmul(grad_s, s, ga).addcmul_(r, gb_s)
         grad_r = torch.addcmul(grad_r, r, gc).addcmul_(s, gb_r)
         return grad_s, grad_r

@@ -46,6 +46,7 @@ class LitCosineGate(L.LightningModule):
         names = {"train/loss": losses.total, "train/loss_ce": losses.ce}
         names |= {"train/loss_cons": losses.cons, "train/loss_flops": losses.flops}
         self.log_dict(names, on_step=False, on_epoch=True, batch_size=len(target), sync_dist=True)
+        self.log("loss", losses.total, prog_bar=True, logger=False)
         return {"loss": losses.total, "output": _detached(output)}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Output:
@@ -65,7 +66,8 @@ class LitCosineGate(L.LightningModule):
     def _log_accuracy(self, stage: str, output: Output, target: Tensor) -> None:
         metric = self.accuracy[f"{stage}_acc"]
         metric.update(output.logits, target)
-        self.log(f"{stage}/acc", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(target))
+        shown = stage == "val"
+        self.log(f"{stage}/acc", metric, on_step=False, on_epoch=True, prog_bar=shown, batch_size=len(target))
 
     def configure_optimizers(self) -> dict[str, Any]:
         """SGD with momentum and cosine annealing to zero over the run, a step an epoch."""

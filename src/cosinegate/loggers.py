@@ -19,9 +19,13 @@ class MetricsCSV(Logger):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self.rows: dict[int, Row] = read_metrics(folder)
+        self.rows: dict[int, Row] = {}
         self.pending: Row = {}  # logged before lightning says which epoch it is
         self.changed = False
+
+    def read(self) -> None:
+        """Takes up the rows of a run that goes on."""
+        self.rows = read_metrics(self.folder)
 
     @property
     def name(self) -> str:
@@ -39,7 +43,6 @@ class MetricsCSV(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """The config lies in its own file."""
 
-    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         kept = {name: value for name, value in metrics.items() if name != "epoch" and not name.startswith("test/")}
         if not kept:

@@ -66,6 +66,7 @@ def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
     best = max(validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
     found = {
         "last": validated[max(validated)]["val/acc"],
+        "last_epoch": max(validated),
         "best": validated[best]["val/acc"],
         "best_epoch": best,
         "best_skip_percent": validated[best].get("gates/skip_percent"),

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import logging
-import os
 import subprocess
 import sys
 import warnings
@@ -17,10 +16,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from cosinegate import console
 from cosinegate.build import build_module
+from cosinegate.callbacks.checkpoints import checkpoints
 from cosinegate.callbacks.console import EpochLine
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
@@ -33,6 +34,7 @@ from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.loggers import MetricsCSV
 from cosinegate.record import read_record
+from cosinegate.routing import RoutingSummary
 
 
 def run_folder(config: DictConfig) -> Path:
@@ -46,15 +48,10 @@ def train(config: DictConfig) -> dict[str, Any]:
     """Trains, evaluates with hard gates, and gives the run's record. A finished run is left as it is."""
     quiet()
     validate(config)
-    _refuse_ddp_in_multirun(config)
-    folder = run_folder(config)
-    before = read_record(folder)
-    facts = _facts(config)
-    _refuse_foreign(folder, facts, before)
-    if before is not None and before["status"] == "finished":
-        console.say(f"this run is finished; nothing was done. To train it again, change seed or move {folder} away")
-        console.show_record(before, folder)
-        return before
+    folder, facts = run_folder(config), _facts(config)
+    before = _own_record(folder, facts)
+    if _is_finished(before):
+        return _say_finished(before, folder)
     config.run_dir = str(folder)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -62,42 +59,35 @@ def train(config: DictConfig) -> dict[str, Any]:
     module = build_module(config)
     metrics = MetricsCSV(folder)
     statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
-    record = RunRecord(folder, metrics, facts, before)
+    record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), Warmup(config.objective), Anneal(config.gate.relaxation)]
-    trainer = build_trainer(config, [*schedule, statistics, executed, record, EpochLine()], metrics)
+    kept = [statistics, executed, record, EpochLine(), *checkpoints(folder)]
+    trainer = build_trainer(config, [*schedule, *kept], metrics)
+    _check_devices(config, trainer)
     data.prepare_data()
     with _locked(folder):
-        record.start(trainer)
+        before = _own_record(folder, facts)  # another process may have trained it while this one was starting
+        if _is_finished(before):
+            return _say_finished(before, folder)
+        metrics.read()
+        record.start(trainer, before)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
-        last = folder / "checkpoints" / "last.ckpt"
+        last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
         resumed = last if last.exists() else None
         console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
+        chosen = best if config.data.validation is Validation.holdout else None
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
+            (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         except SystemExit as error:  # what lightning makes of Ctrl-C
             raise KeyboardInterrupt from error
-        holdout = config.data.validation is Validation.holdout
-        best = folder / "checkpoints" / "best.ckpt"
-        (tested,) = trainer.test(
-            module, datamodule=data, ckpt_path=best if holdout else None, weights_only=True, verbose=False
-        )
-        summary = statistics.summary
-        results = {
-            "accuracy": {"test": tested["test/acc"], "test_of": "best" if holdout else "last"},
-            "mean_gate": summary.mean_gate,
-            "skip_percent": summary.skip_percent,
-            "blocks_open": summary.open.tolist(),
-            "dynamic_blocks": summary.dynamic_blocks,
-            "paths": summary.paths,
-            "flops": {
-                "counted": summary.mean_gate,
-                "executed": executed.executed,
-                "dense_per_image": executed.dense,
-            },
-        }
-        record.finish(trainer, results)
-    if trainer.is_global_zero:
-        console.show_record(record.record, folder)
+        except MisconfigurationException as error:
+            raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+        finally:
+            _finish_wandb()
+        accuracy = {"test": tested["test/acc"], "test_of": "best" if chosen else "last"}
+        record.finish(trainer, accuracy, _gates_and_flops(statistics.summary, executed))
+    console.show_record(record.record, folder)
     return record.record
 
 
@@ -105,14 +95,16 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
     """Lightning's Trainer with our callbacks, the config's, and metrics.csv beside the config's loggers."""
     _check_precision(config.trainer.precision, config.trainer.accelerator)
     arguments = OmegaConf.to_container(config.trainer, resolve=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # deterministic algorithms without filling every buffer
     try:
         extra = [instantiate(node) for node in config.callbacks.values() if node is not None]
-        arguments["enable_progress_bar"] &= sys.stdout.isatty()  # elsewhere EpochLine prints a line an epoch
+        arguments["enable_progress_bar"] &= sys.stdout.isatty()  # a log gets EpochLine's lines alone
         if not arguments["enable_progress_bar"]:
             extra = [callback for callback in extra if not isinstance(callback, L.callbacks.ProgressBar)]
         loggers = [metrics] if metrics is not None else []
         loggers += [instantiate(node) for node in config.logger.values() if node is not None]
-        return L.Trainer(**arguments, callbacks=callbacks + extra, logger=loggers or False, enable_checkpointing=None)
+        arguments |= {"callbacks": callbacks + extra, "logger": loggers or False}
+        return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
     except UserError:
         raise
     except (MisconfigurationException, ValueError, TypeError) as error:
@@ -145,19 +137,48 @@ def _facts(config: DictConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_foreign(folder: Path, facts: dict[str, Any], before: dict[str, Any] | None) -> None:
-    """A folder that was named by hand may hold something else: that is never written over."""
+def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops) -> dict[str, Any]:
+    return {
+        "mean_gate": summary.mean_gate,
+        "skip_percent": summary.skip_percent,
+        "blocks_open": summary.open.tolist(),
+        "dynamic_blocks": summary.dynamic_blocks,
+        "paths": summary.paths,
+        "flops": {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense},
+    }
+
+
+def _own_record(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """This run's record. A folder that was named by hand may hold something else: that is never written over."""
+    before = read_record(folder)
     if before is None and any((folder / name).exists() for name in ("config.yaml", "metrics.csv", "checkpoints")):
         raise UserError(f"run_dir = {folder}: holds files of a run but no record.json; choose another folder")
     if before is not None and any(before.get(key) != facts[key] for key in ("identity", "seed")):
         raise UserError(f"run_dir = {folder}: holds a run of another config; choose another folder")
+    return before
+
+
+def _is_finished(record: dict[str, Any] | None) -> bool:
+    return record is not None and record["status"] == "finished"
+
+
+def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    console.say(f"this run is finished; nothing was done. To train it again, change seed or move {folder} away")
+    console.show_record(record, folder)
+    return record
+
+
+def _finish_wandb() -> None:
+    """Ends W&B's run, or the next job of a multirun would go on in it."""
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish()
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process trains in a folder. The lock goes with the process, however it ends."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        yield  # the process that started this one holds it
+    if rank_zero_only.rank > 0:
+        yield  # the first process holds it
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,15 +193,19 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _refuse_ddp_in_multirun(config: DictConfig) -> None:
-    several = config.trainer.devices not in (1, "1", "auto", [0])
-    if several and HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+def _check_devices(config: DictConfig, trainer: L.Trainer) -> None:
+    if trainer.world_size > 1 and HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise UserError(f"trainer.devices = {config.trainer.devices}: a multirun trains every job on one device")
+    if config.data.batch_size % trainer.world_size:
+        raise UserError(
+            f"data.batch_size = {config.data.batch_size}: must divide by the {trainer.world_size} devices that share it"
+        )
 
 
 def _check_precision(precision: str, accelerator: str) -> None:
     """bf16 ends some virtual machines' processes with an illegal instruction: try it in a process that may die."""
-    if not precision.startswith("bf16") or accelerator not in ("cpu", "auto") or torch.cuda.is_available():
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+    if not (on_cpu and precision.startswith("bf16")):
         return
     probe = "import torch; x = torch.randn(8, 8, 8, 8).bfloat16(); torch.nn.Conv2d(8, 8, 3).bfloat16()(x)"
     if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode != 0:

@@ -1,20 +1,19 @@
-"""A line an epoch where no progress bar can be drawn: in a log, a pipe or a batch job."""
+"""A line an epoch, above the progress bar or, in a log or a batch job, instead of it."""
 
-import sys
 import time
 
 import lightning.pytorch as L
 
 
 class EpochLine(L.Callback):
-    """Prints nothing on a terminal, which has the progress bar."""
+    """The figures of an epoch and the time that is left."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.begin = time.monotonic()
         self.first = trainer.current_epoch
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if sys.stdout.isatty() or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         done = trainer.current_epoch + 1
         left = (time.monotonic() - self.begin) / (done - self.first) * (trainer.max_epochs - done)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate.deploy.flops import dense_flops
@@ -49,4 +50,6 @@ class ExecutedFlops(L.Callback):
         self._finish(trainer)
 
     def _finish(self, trainer: L.Trainer) -> None:
-        self.executed = self.flops / (self.images * self.dense)
+        counts = torch.tensor([self.flops, self.images], dtype=torch.float64)
+        flops, images = trainer.strategy.reduce(counts, reduce_op="sum").tolist()  # over all processes
+        self.executed = flops / (images * self.dense)

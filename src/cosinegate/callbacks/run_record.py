@@ -17,19 +17,20 @@ from cosinegate.record import accuracies, provenance, write_record
 class RunRecord(L.Callback):
     """`facts` is what is known before the run starts; `record` is what record.json holds."""
 
-    def __init__(self, folder: Path, metrics: MetricsCSV, facts: dict[str, Any], before: dict[str, Any] | None) -> None:
+    def __init__(self, folder: Path, metrics: MetricsCSV, facts: dict[str, Any]) -> None:
         self.folder = folder
         self.metrics = metrics
         self.record = facts
+        self.first_step_at: float | None = None
+        self.tested: dict[str, Any] = {}
+
+    def start(self, trainer: L.Trainer, before: dict[str, Any] | None) -> None:
+        """Marks the folder as this run's before anything else is written there. `before` is what it held."""
         self.seconds_before = (before or {}).get("seconds", 0.0)
         self.started = (before or {}).get("started", _now())
-        self.first_step_at: float | None = None
-
-    def start(self, trainer: L.Trainer) -> None:
-        """Marks the folder as this run's before anything else is written there."""
         self.begin = time.monotonic()
         self.record |= {"status": "running", "started": self.started} | provenance()
-        self._write(trainer, done=len(self.metrics.rows))
+        self._write(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         gates = [p for block in pl_module.network.blocks if block.gate for p in block.gate.parameters()]
@@ -39,6 +40,7 @@ class RunRecord(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self.images = 0
+        self.validated = False
         self.epoch_begin = self.last_step = time.monotonic()
 
     def on_train_batch_end(
@@ -49,17 +51,22 @@ class RunRecord(L.Callback):
         if self.first_step_at is None:
             self.first_step_at = time.time()
 
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self.validated = True
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         """Before the checkpoint of this epoch: whatever a resumed run starts from, its past is on disk."""
-        speed = {
-            "speed/images_per_second": self.images / max(self.last_step - self.epoch_begin, 1e-9),  # training alone
-            "speed/epoch_seconds": time.monotonic() - self.epoch_begin,  # with validation
-        }
+        speed = {"speed/images_per_second": self.images / max(self.last_step - self.epoch_begin, 1e-9)}
         pl_module.log_dict(speed, sync_dist=True)
-        known = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        known = {name: float(value) for name, value in trainer.callback_metrics.items() if self._is_news(name)}
         self.metrics.log_metrics(known | speed | {"epoch": trainer.current_epoch})
         self.metrics.save()
-        self._write(trainer, done=trainer.current_epoch + 1)
+        self._write(trainer)
+
+    def _is_news(self, name: str) -> bool:
+        """Lightning remembers the figures of the last validation in epochs that have none."""
+        kept = name.startswith(("train/", "schedule/", "speed/", "gates/relaxed"))
+        return kept or (self.validated and name.startswith(("val/", "gates/", "cir/", "flops/")))
 
     def on_exception(self, trainer: L.Trainer, pl_module: LitCosineGate, exception: BaseException) -> None:
         words = " ".join(f"{type(exception).__name__}: {exception}".split())
@@ -67,26 +74,30 @@ class RunRecord(L.Callback):
         self.record |= {"status": "failed", "error": "interrupted" if interrupted else words[:500]}
         self._write(trainer)
 
-    def finish(self, trainer: L.Trainer, results: dict[str, Any]) -> None:
-        """Adds what the last evaluation found."""
-        self.record |= results | {"status": "finished"}
-        self._write(trainer)
+    def finish(self, trainer: L.Trainer, tested: dict[str, Any], results: dict[str, Any]) -> None:
+        """Adds the accuracy and the gates that the test set showed."""
+        self.tested = tested
+        self._write(trainer, results | {"status": "finished"})
 
-    def _write(self, trainer: L.Trainer, done: int | None = None) -> None:
-        if not trainer.is_global_zero:
-            return
+    def _write(self, trainer: L.Trainer, results: dict[str, Any] | None = None) -> None:
         rows = self.metrics.rows
         last = rows[max(rows)] if rows else {}
-        self.record["epochs"] = {"planned": trainer.max_epochs, "done": trainer.current_epoch if done is None else done}
-        self.record["accuracy"] = accuracies(rows) | self.record.get("accuracy", {})
         self.record |= {
+            "epochs": {"planned": trainer.max_epochs, "done": max(rows, default=0)},
+            "accuracy": accuracies(rows) | self.tested,
+            "mean_gate": last.get("gates/mean"),
+            "skip_percent": last.get("gates/skip_percent"),
+            "flops": {"counted": last.get("flops/counted"), "executed": last.get("flops/executed")},
+            "dynamic_blocks": last.get("gates/dynamic_blocks"),
+            "paths": last.get("gates/paths"),
             "images_per_second": last.get("speed/images_per_second"),
             "seconds": self.seconds_before + time.monotonic() - self.begin,
             "peak_memory_mib": peak_memory_mib(),
             "first_step_at": self.first_step_at,
             "updated": _now(),
-        }
-        write_record(self.folder, self.record)
+        } | (results or {})
+        if trainer.is_global_zero:
+            write_record(self.folder, self.record)
 
 
 def peak_memory_mib() -> float:

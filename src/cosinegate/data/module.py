@@ -8,7 +8,7 @@ from cosinegate.choices import Validation
 from cosinegate.config import DataConfig
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.loader import Augmentation, EpochOrder, EvalLoader, Normalisation, TrainLoader
-from cosinegate.data.sources import load
+from cosinegate.data.sources import Arrays, load
 from cosinegate.errors import UserError
 
 SPLIT_SEED = 20161205  # which images are held out never depends on a run's seed
@@ -29,17 +29,24 @@ class ImageData(L.LightningDataModule):
             raise UserError(
                 f"data.holdout = {config.holdout}: must be below the {self.image_set.train_size} training images"
             )
+        kept = self.image_set.train_size - (config.holdout if config.validation is Validation.holdout else 0)
+        if config.drop_last and config.batch_size > kept:
+            raise UserError(
+                f"data.batch_size = {config.batch_size}: with data.drop_last, at most the {kept} training images"
+            )
+        self.arrays: Arrays | None = None
         self.splits: dict[str, tuple[Tensor, Tensor]] | None = None
 
     def prepare_data(self) -> None:
         """Fetches and verifies; lightning calls it in one process only."""
-        load(self.image_set, self.config.root, self.config.folder)
+        if self.arrays is None:
+            self.arrays = load(self.image_set, self.config.root, self.config.folder)
 
     def setup(self, stage: str | None = None) -> None:
         if self.splits is not None:
             return
-        arrays = load(self.image_set, self.config.root, self.config.folder)
-        images, labels, test_images, test_labels = (torch.from_numpy(array) for array in arrays)
+        self.prepare_data()
+        images, labels, test_images, test_labels = (torch.from_numpy(array) for array in self.arrays)
         train, test = (images, labels.long()), (test_images, test_labels.long())
         validation = test
         if self.config.validation is Validation.holdout:
@@ -51,10 +58,6 @@ class ImageData(L.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._on_device("train")
         augmentation = Augmentation(self.config.crop_padding, self.config.flip)
-        if self.config.batch_size % self._world_size:
-            raise UserError(
-                f"data.batch_size = {self.config.batch_size}: must divide by the {self._world_size} devices"
-            )
         return TrainLoader(
             images,
             labels,

@@ -5,13 +5,16 @@ all have to give the very same images. What passes is written beside its place a
 """
 
 import hashlib
+import pickle
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import textwrap
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +48,11 @@ class SourceFailed(Exception):
     """A source could not give the data; the message says why in one line."""
 
 
+# what reading a file that is cut off, damaged, forbidden or of another kind can raise
+UNUSABLE = (SourceFailed, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError)
+UNUSABLE += (tarfile.TarError, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError)
+
+
 @dataclass(frozen=True)
 class ImageSet:
     """What is known of a data set before a byte of it is here."""
@@ -67,7 +75,7 @@ def load(image_set: ImageSet, root: str | Path, folder: str | Path | None = None
     if image_set.from_folder is not None and kept.exists():
         try:
             return _verified(image_set, _read(kept))
-        except (SourceFailed, OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except UNUSABLE as error:
             tried.append(f"{kept}: {_line(error)}")
             print(
                 f"data: {kept} is not whole ({_line(error)}); fetching {image_set.name} again",
@@ -81,7 +89,7 @@ def load(image_set: ImageSet, root: str | Path, folder: str | Path | None = None
         with tempfile.TemporaryDirectory(prefix="cosinegate-") as scratch:
             try:
                 arrays = _verified(image_set, fetch(Path(scratch)))
-            except SourceFailed as error:
+            except UNUSABLE as error:
                 tried.append(f"{words}: {_line(error)}")
                 print(f"data: {tried[-1]}", file=sys.stderr, flush=True)
                 continue

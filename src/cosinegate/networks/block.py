@@ -53,8 +53,8 @@ class ResidualBlock(nn.Module):
         stride: int,
         shortcut: Shortcut,
         post_activation: bool,
-        gate: nn.Module | None = None,
-        detach_target: bool = False,
+        gate: nn.Module | None,
+        detach_target: bool,
     ) -> None:
         super().__init__()
         self.shortcut = shortcut_path(shortcut, inputs, outputs, stride)
@@ -79,6 +79,6 @@ class ResidualBlock(nn.Module):
             return self.activation(s + r), None
         s, r, dots = geometry.dot_products(s, r)
         decision = self.gate(x, dots)
-        y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1), r)
+        y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
         drift = geometry.consistency(dots, decision.gate, self.detach_target)
         return self.activation(y), BlockRouting(*decision, drift)

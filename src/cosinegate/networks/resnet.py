@@ -38,8 +38,8 @@ class ResNet(nn.Module):
         num_classes: int,
         shortcut: Shortcut,
         post_activation: bool,
-        make_gate: Callable[[int], nn.Module] | None = None,
-        detach_target: bool = False,
+        make_gate: Callable[[int], nn.Module] | None,
+        detach_target: bool,
     ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
