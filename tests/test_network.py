@@ -90,7 +90,7 @@ def test_closed_gate_is_the_identity_on_a_non_negative_input():
     block.gate.gamma.data.fill_(-1e6)
     x = images(channels=16).relu()
     y, routing = block(x)
-    assert routing.gate.tolist() == [0.0] * 4
+    assert routing.decision.gate.tolist() == [0.0] * 4
     assert torch.equal(x, y)
 
 

@@ -14,23 +14,19 @@ TINY = 1e-12  # a squared norm at or below this counts as zero: its direction is
 
 
 class Dots(NamedTuple):
-    """The three dot products of a batch, each (B,). `b` comes once for each side it sends its gradient to."""
+    """The three dot products of a batch, each (B,) or, for several blocks, (B, N)."""
 
     a: Tensor  # <s,s>
-    b_s: Tensor  # <s,r>, gradient to s alone
-    b_r: Tensor  # <s,r>, gradient to r alone
+    b: Tensor  # <s,r>
     c: Tensor  # <r,r>
-
-    @property
-    def b(self) -> Tensor:
-        """<s,r> with its gradient to both sides."""
-        return self.b_s + (self.b_r - self.b_r.detach())
-
-    def detach(self) -> "Dots":
-        return Dots(*(value.detach() for value in self))
+    skew: Tensor  # always 0, with gradient r to s and -s to r: (b + skew) / 2 reaches s alone, (b - skew) / 2 r alone
 
 
-@torch.library.custom_op("cosinegate::three_dots", mutates_args=())
+LIBRARY = torch.library.Library("cosinegate", "DEF")
+LIBRARY.define("three_dots(Tensor s, Tensor r) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "three_dots", "CompositeExplicitAutograd")
 def three_dots(s: Tensor, r: Tensor) -> Tensor:
     """(3, B): <s,s>, <s,r>, <r,r> of two (B, D) matrices. An operator of its own so that FLOP counters see it."""
     if s.dtype in (torch.float16, torch.bfloat16):  # thousands of terms: half precision would overflow or lose them
@@ -38,12 +34,6 @@ def three_dots(s: Tensor, r: Tensor) -> Tensor:
     aa = torch.linalg.vector_norm(s, dim=1).square_()
     cc = torch.linalg.vector_norm(r, dim=1).square_()
     return torch.stack((aa, (s * r).sum(1), cc))
-
-
-@three_dots.register_fake
-def _(s: Tensor, r: Tensor) -> Tensor:
-    half = s.dtype in (torch.float16, torch.bfloat16)
-    return s.new_empty(3, s.shape[0], dtype=torch.float32 if half else s.dtype)
 
 
 @register_flop_formula(torch.ops.cosinegate.three_dots)
@@ -61,15 +51,15 @@ class _DotProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, s: Tensor, r: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(s, r)
-        abc = torch.ops.cosinegate.three_dots(*rows(s, r))
-        return s.view_as(s), r.view_as(r), abc[0], abc[1], abc[1].clone(), abc[2]
+        a, b, c = torch.ops.cosinegate.three_dots(*rows(s, r)).unbind()
+        return s.view_as(s), r.view_as(r), a, b, c, torch.zeros_like(b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        grad_s, grad_r, ga, gb_s, gb_r, gc = grads
+        grad_s, grad_r, ga, gb, gc, gk = grads
         s, r = ctx.saved_tensors
         shape = (-1,) + (1,) * (s.dim() - 1)
-        ga, gb_s, gb_r, gc = (g.view(shape).to(s.dtype) for g in (2 * ga, gb_s, gb_r, 2 * gc))
+        ga, gb_s, gb_r, gc = (g.view(shape).to(s.dtype) for g in (2 * ga, gb + gk, gb - gk, 2 * gc))
         grad_s = torch.addcmul(grad_s, s, ga).addcmul_(r, gb_s)
         grad_r = torch.addcmul(grad_r, r, gc).addcmul_(s, gb_r)
         return grad_s, grad_r
@@ -83,8 +73,8 @@ def rows(*maps: Tensor) -> list[Tensor]:
 
 
 def global_average_pool(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C), summed in channels_last order so that its gradient has that layout too."""
-    return x.permute(0, 2, 3, 1).flatten(1, 2).mean(1)
+    """(B, C, H, W) -> (B, C). Summed in channels_last order and scaled after, its gradient is a view, not a map."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2).sum(1) / (x.shape[2] * x.shape[3])
 
 
 def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
@@ -107,21 +97,20 @@ def cir(dots: Dots) -> Tensor:
 
 
 def consistency(dots: Dots, z: Tensor, detach_target: bool = False) -> Tensor:
-    """|Norm(s + r) - Norm(s + z·r)|² (Eq. 20) in closed form, (B,). The norm of a zero vector is the zero vector.
+    """|Norm(s + r) - Norm(s + z·r)|² (Eq. 20) in closed form, of z's shape. Norm of a zero vector is the zero vector.
 
     With `detach_target` the full path s + r is a constant: the gradient reaches s and r through the gated path alone.
     """
-    a, b, c = dots.a, dots.b, dots.c
+    a, b, c, skew = dots
     full = a + 2 * b + c  # |s + r|²
     gated = a + 2 * z * b + z * z * c  # |s + z·r|²
     inner = a + (1 + z) * b + z * c  # <s + r, s + z·r>
     if detach_target:
-        still = dots.detach()
         full = full.detach()
-        inner = still.a + (1 + z) * still.b_s + z * still.c  # the value, and the gradient to z
+        inner = a.detach() + (1 + z) * b.detach() + z * c.detach()  # the value, and the gradient to z
         # zero in value; their gradients are those of <t, s + z·r> for the constant t = s + r: t to s and z·t to r
-        to_s = 0.5 * (a - still.a) + (dots.b_s - still.b_s)
-        to_r = (dots.b_r - still.b_r) + 0.5 * (c - still.c)
+        to_s = 0.5 * (a - a.detach() + b - b.detach() + skew)
+        to_r = 0.5 * (c - c.detach() + b - b.detach() - skew)
         inner = inner + to_s + z.detach() * to_r
     unit = (full > TINY).to(z.dtype) + (gated > TINY).to(z.dtype)  # |Norm(.)|² of both
     return (unit - 2 * cosine(inner, full, gated)).clamp_min(0.0)

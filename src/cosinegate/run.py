@@ -33,6 +33,7 @@ from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.loggers import MetricsCSV
+from cosinegate.memory import keep_freed_memory
 from cosinegate.record import read_record
 from cosinegate.routing import RoutingSummary
 
@@ -47,6 +48,7 @@ def run_folder(config: DictConfig) -> Path:
 def train(config: DictConfig) -> dict[str, Any]:
     """Trains, evaluates with hard gates, and gives the run's record. A finished run is left as it is."""
     quiet()
+    keep_freed_memory()
     validate(config)
     folder, facts = run_folder(config), _facts(config)
     before = _own_record(folder, facts)

@@ -51,10 +51,15 @@ class Normalisation:
 
     def __init__(self, mean: list[float], std: list[float], device: torch.device) -> None:
         self.scale = (1 / (255 * torch.tensor(std))).to(device)
-        self.shift = (torch.tensor(mean) / torch.tensor(std)).to(device)
+        self.shift = (-torch.tensor(mean) / torch.tensor(std)).to(device)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        return pixels.float().mul_(self.scale).sub_(self.shift).permute(0, 3, 1, 2)
+        width, channels = pixels.shape[2:]
+        lines = pixels.float().view(
+            -1, width * channels
+        )  # whole lines: an inner loop over 3 channels is 5 times slower
+        lines = torch.addcmul(self.shift.repeat(width), lines, self.scale.repeat(width))
+        return lines.view(pixels.shape).permute(0, 3, 1, 2)
 
 
 class TrainLoader:
@@ -72,7 +77,7 @@ class TrainLoader:
         world_size: int = 1,
     ) -> None:
         padding = order.augmentation.crop_padding
-        self.height, self.width = images.shape[1:3]
+        self.shape = images.shape[1:]  # (H, W, C)
         self.padded = torch.nn.functional.pad(images, (0, 0, padding, padding, padding, padding))  # (N, H+2p, W+2p, C)
         self.labels = labels
         self.normalise = normalise
@@ -89,16 +94,20 @@ class TrainLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.padded.device
         drawn = self.sampler.draw()
-        down = torch.arange(self.height, device=device)
-        right = torch.arange(self.width, device=device)
+        height, width, channels = self.shape
+        pixels = self.padded.view(-1, channels)  # one row a pixel
+        pixels_a_row, pixels_an_image = self.padded.shape[2], self.padded.shape[1] * self.padded.shape[2]
+        down = torch.arange(height, device=device) * pixels_a_row
+        right = torch.arange(width, device=device)
         for step in range(len(self)):
             share = slice(step * self.batch_size, (step + 1) * self.batch_size)
             mine = (part[share].tensor_split(self.world_size)[self.rank].to(device) for part in drawn)
             index, corner, flipped = mine
-            rows = corner[:, :1] + down  # (B, H)
-            columns = corner[:, 1:] + torch.where(flipped[:, None], right.flip(0), right)  # (B, W)
-            pixels = self.padded[index[:, None, None], rows[:, :, None], columns[:, None, :]]  # (B, H, W, C)
-            yield self.normalise(pixels), self.labels[index]
+            first = index * pixels_an_image + corner[:, 0] * pixels_a_row + corner[:, 1]  # (B,) a crop's first pixel
+            across = torch.where(flipped[:, None], right.flip(0), right)  # (B, W)
+            where = first[:, None, None] + down[:, None] + across[:, None, :]  # (B, H, W)
+            crops = pixels.index_select(0, where.view(-1)).view(len(index), height, width, channels)
+            yield self.normalise(crops), self.labels[index]
 
 
 class EvalLoader:

@@ -46,7 +46,7 @@ class ImageData(L.LightningDataModule):
         if self.splits is not None:
             return
         self.prepare_data()
-        images, labels, test_images, test_labels = (torch.from_numpy(array) for array in self.arrays)
+        images, labels, test_images, test_labels = (torch.from_numpy(array).contiguous() for array in self.arrays)
         train, test = (images, labels.long()), (test_images, test_labels.long())
         validation = test
         if self.config.validation is Validation.holdout:

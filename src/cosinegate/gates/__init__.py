@@ -1,5 +1,5 @@
 """One file a policy. A gate answers one question: how open, for each sample?"""
 
-from cosinegate.gates.cosine import Controller, CosineGate
+from cosinegate.gates.cosine import Controller, CosineGate, Decision
 
-__all__ = ["Controller", "CosineGate"]
+__all__ = ["Controller", "CosineGate", "Decision"]

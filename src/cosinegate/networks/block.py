@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.choices import Shortcut
+from cosinegate.gates import Decision
+from cosinegate.geometry import Dots
 
 
 class BlockRouting(NamedTuple):
-    """What a gated block decided and what it cost in consistency; each (B,)."""
+    """What a gated block decided, and the dot products that say what it cost in consistency; each (B,)."""
 
-    gate: Tensor
-    logit: Tensor
-    cir: Tensor
-    consistency: Tensor
+    decision: Decision
+    dots: Dots
 
 
 class PadShortcut(nn.Module):
@@ -54,7 +54,6 @@ class ResidualBlock(nn.Module):
         shortcut: Shortcut,
         post_activation: bool,
         gate: nn.Module | None,
-        detach_target: bool,
     ) -> None:
         super().__init__()
         self.shortcut = shortcut_path(shortcut, inputs, outputs, stride)
@@ -67,10 +66,6 @@ class ResidualBlock(nn.Module):
         )
         self.activation = nn.ReLU(inplace=True) if post_activation else nn.Identity()
         self.gate = gate
-        self.detach_target = detach_target
-
-    def extra_repr(self) -> str:
-        return f"detach_target={self.detach_target}"
 
     def forward(self, x: Tensor) -> tuple[Tensor, BlockRouting | None]:
         s = self.shortcut(x)
@@ -80,5 +75,4 @@ class ResidualBlock(nn.Module):
         s, r, dots = geometry.dot_products(s, r)
         decision = self.gate(x, dots)
         y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
-        drift = geometry.consistency(dots, decision.gate, self.detach_target)
-        return self.activation(y), BlockRouting(*decision, drift)
+        return self.activation(y), BlockRouting(decision, dots)

@@ -1,13 +1,13 @@
 """The CIFAR ResNet of He et al. (2016), depth 6n+2: a 3x3 stem, three stages of n blocks, GAP, a linear head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cosinegate.choices import Shortcut
-from cosinegate.geometry import global_average_pool
+from cosinegate.geometry import Dots, consistency, global_average_pool
 from cosinegate.networks.block import ResidualBlock
 
 
@@ -52,9 +52,10 @@ class ResNet(nn.Module):
                 outputs = width * 2**stage
                 stride = 2 if stage > 0 and index == 0 else 1
                 gate = make_gate(inputs) if make_gate is not None else None
-                blocks.append(ResidualBlock(inputs, outputs, stride, shortcut, post_activation, gate, detach_target))
+                blocks.append(ResidualBlock(inputs, outputs, stride, shortcut, post_activation, gate))
                 inputs = outputs
         self.blocks = nn.ModuleList(blocks)
+        self.detach_target = detach_target
         self.head = nn.Linear(inputs, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -70,4 +71,14 @@ class ResNet(nn.Module):
         logits = self.head(global_average_pool(x))
         if not taken:
             return Output(logits, None)
-        return Output(logits, Routing(*(torch.stack(field, dim=1) for field in zip(*taken, strict=True))))
+        gates, gate_logits, cir = _stacked(routing.decision for routing in taken)
+        dots = Dots(*_stacked(routing.dots for routing in taken))
+        return Output(logits, Routing(gates, gate_logits, cir, consistency(dots, gates, self.detach_target)))
+
+    def extra_repr(self) -> str:
+        return f"detach_target={self.detach_target}"
+
+
+def _stacked(records: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The fields of N records, each (B,), as (B, N)."""
+    return [torch.stack(field, dim=1) for field in zip(*records, strict=True)]
