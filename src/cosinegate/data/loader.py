@@ -76,9 +76,11 @@ class TrainLoader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        padding = order.augmentation.crop_padding
+        padding, flip = order.augmentation
         self.shape = images.shape[1:]  # (H, W, C)
         self.padded = torch.nn.functional.pad(images, (0, 0, padding, padding, padding, padding))  # (N, H+2p, W+2p, C)
+        if flip:
+            self.padded = torch.cat((self.padded, self.padded.flip(2)))  # image i mirrored is image N + i
         self.labels = labels
         self.normalise = normalise
         self.batch_size = batch_size
@@ -95,19 +97,21 @@ class TrainLoader:
         device = self.padded.device
         drawn = self.sampler.draw()
         height, width, channels = self.shape
-        pixels = self.padded.view(-1, channels)  # one row a pixel
-        pixels_a_row, pixels_an_image = self.padded.shape[2], self.padded.shape[1] * self.padded.shape[2]
-        down = torch.arange(height, device=device) * pixels_a_row
-        right = torch.arange(width, device=device)
+        _, rows, columns, _ = self.padded.shape
+        pixels = len(self.padded) * rows * columns
+        # every stretch of `width` pixels, one for each pixel that it can start at: a view, with no bytes of its own
+        lines = self.padded.view(-1).as_strided((pixels - width + 1, width * channels), (channels, 1))
+        integer = torch.int32 if pixels < 2**31 else torch.int64  # half the bytes to read where it can be
+        down = torch.arange(height, device=device, dtype=integer) * columns
         for step in range(len(self)):
             share = slice(step * self.batch_size, (step + 1) * self.batch_size)
-            mine = (part[share].tensor_split(self.world_size)[self.rank].to(device) for part in drawn)
+            mine = (part[share].tensor_split(self.world_size)[self.rank].to(device, integer) for part in drawn)
             index, corner, flipped = mine
-            first = index * pixels_an_image + corner[:, 0] * pixels_a_row + corner[:, 1]  # (B,) a crop's first pixel
-            across = torch.where(flipped[:, None], right.flip(0), right)  # (B, W)
-            where = first[:, None, None] + down[:, None] + across[:, None, :]  # (B, H, W)
-            crops = pixels.index_select(0, where.view(-1)).view(len(index), height, width, channels)
-            yield self.normalise(crops), self.labels[index]
+            image = index + flipped * len(self.labels)
+            top, left = corner[:, 0], torch.where(flipped == 1, columns - width - corner[:, 1], corner[:, 1])
+            where = ((image * rows + top) * columns + left)[:, None] + down  # (B, H) the first pixel of every line
+            crops = lines.index_select(0, where.view(-1)).view(len(index), height, width, channels)
+            yield self.normalise(crops), self.labels.index_select(0, index)
 
 
 class EvalLoader:
