@@ -119,4 +119,6 @@ def test_an_experiment_opens_with_its_command_and_what_to_expect(path):
     assert f"+experiment={path.stem}" in text
     for word in ("# Shows:", "# Expect:", "# Takes:"):
         assert word in text
+    assert "MEASURED" not in text
+    assert "TIME" not in text
     assert config(f"+experiment={path.stem}").name == path.stem

@@ -63,4 +63,5 @@ def test_what_is_not_a_checkpoint_ends_with_one_line(run, tmp_path):
     assert_one_line(process("src/evaluate.py"), "run has no value")
     assert_one_line(process("src/evaluate.py", f"run={folder}", "threads=0"), "threads = 0", "at least 1")
     assert_one_line(process("src/evaluate.py", f"run={folder}", "limit_batches=-2"), "limit_batches = -2")
+    assert_one_line(process("src/evaluate.py", f"run={folder}", "limit_batches=0.001"), "limit_test_batches")
     assert_one_line(process("src/evaluate.py", f"run={folder}", "accelerator=gpu"), "accelerator=gpu")

@@ -46,6 +46,7 @@ def test_threshold_opens_strictly_above_delta(threshold):
     edge = math.log(threshold / (1 - threshold))
     logit = torch.tensor([edge - 1e-3, edge + 1e-3, -50.0, 50.0])
     assert threshold_gate(logit, threshold).tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert threshold_gate(torch.zeros(1), 0.5).item() == 0.0  # σ(0) is δ, not above it
 
 
 def test_evaluation_uses_neither_noise_nor_temperature():

@@ -93,6 +93,18 @@ def test_a_damaged_file_is_never_used_but_fetched_again(tmp_path, arrays, damage
     assert good.calls == 2
 
 
+def test_a_file_with_a_damaged_directory_is_fetched_again(tmp_path, arrays):
+    good = Source(arrays)
+    wanted = image_set(arrays, good)
+    load(wanted, tmp_path)
+    kept = tmp_path / "mnist.npz"
+    content = bytearray(kept.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # the archive's directory now says that its first file is encrypted
+    kept.write_bytes(content)
+    assert same(load(wanted, tmp_path), arrays)
+    assert good.calls == 2
+
+
 def test_a_failed_write_leaves_nothing_behind(tmp_path, arrays, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="No space left"):
@@ -141,6 +153,13 @@ def test_a_damaged_file_in_the_folder_is_passed_over_for_the_next_source(tmp_pat
     assert "data: folder" in capsys.readouterr().err
 
 
+def test_a_missing_file_in_the_folder_is_named(tmp_path, arrays):
+    write_idx(arrays, tmp_path / "mine")
+    (tmp_path / "mine" / mnist.FILES[3]).unlink()
+    with pytest.raises(UserError, match=f"no {mnist.FILES[3]} in"):
+        load(image_set(arrays, Source(None)), tmp_path / "root", tmp_path / "mine")
+
+
 def cifar_batches(arrays: Arrays):
     images = [*np.split(arrays.train_images, 5), arrays.test_images]
     labels = [*np.split(arrays.train_labels, 5), arrays.test_labels]
@@ -158,6 +177,9 @@ def test_cifar_reads_the_python_and_the_binary_form_alike(tmp_path):
         (tmp_path / "cifar-10-batches-bin" / f"{name}.bin").write_bytes(binary.tobytes())
     assert same(cifar10.from_folder(tmp_path), arrays)
     assert same(cifar10.from_folder(tmp_path / "cifar-10-batches-bin"), arrays)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_4").unlink()
+    with pytest.raises(SourceFailed, match="no data_batch_4 in"):
+        cifar10.from_folder(tmp_path)
     (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").write_bytes(b"short")
     with pytest.raises(SourceFailed, match="cut off"):
         cifar10.from_folder(tmp_path / "cifar-10-batches-bin")

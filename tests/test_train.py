@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
 import torch
 from conftest import ROOT, assert_one_line, config, process
 
+from cosinegate.build import build_module
+from cosinegate.callbacks.checkpoints import AtomicCheckpoints
 from cosinegate.data.loader import EpochOrder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
@@ -32,6 +35,9 @@ GOLDEN = {
 }
 
 
+GOLDEN_PENALTY = 0.274582
+
+
 def short(tmp_path: Path, *overrides: str):
     chosen = config(*overrides, f"runs_dir={tmp_path}")
     return train(chosen), Path(chosen.run_dir)
@@ -45,6 +51,15 @@ def test_every_experiment_trains_on_digits_to_its_golden_loss(experiment, tmp_pa
     rows = read_metrics(folder)
     assert sorted(rows) == [1, 2]
     assert rows[2]["train/loss"] == pytest.approx(GOLDEN[experiment], rel=2e-3)
+
+
+def test_the_penalty_has_its_golden_loss_too(tmp_path):
+    pressed = ["gate.polarity=novelty", "objective.warmup_epochs=0", "objective.tau_target=0.3"]
+    _, folder = short(tmp_path, "+experiment=balanced", *SHORT, *pressed)
+    row = read_metrics(folder)[2]
+    assert row["train/loss_flops"] == pytest.approx(GOLDEN_PENALTY, rel=2e-3)
+    total = row["train/loss_ce"] + 0.01 * row["train/loss_cons"] + 3.0 * row["train/loss_flops"]
+    assert row["train/loss"] == pytest.approx(total, rel=1e-5)
 
 
 NAMES = ["train/loss", "train/loss_ce", "train/loss_cons", "train/loss_flops", "train/acc", "val/acc", "val/loss"]
@@ -233,8 +248,12 @@ def test_held_out_images_are_apart_and_do_not_depend_on_the_seed():
     assert not first["val"] & first["test"]
 
 
-def test_holdout_chooses_on_held_out_images_and_tests_the_best_once(tmp_path):
+def test_holdout_chooses_on_held_out_images_and_tests_the_best_once(tmp_path, monkeypatch):
+    tested = []
+    step = LitCosineGate.test_step
+    monkeypatch.setattr(LitCosineGate, "test_step", lambda self, *b: tested.append(len(b[0][1])) or step(self, *b))
     record, folder = short(tmp_path, "+experiment=digits", "data.validation=holdout", "threads=1")
+    assert sum(tested) == 359  # every test image once
     assert record["selected_on"] == "holdout"
     assert record["accuracy"]["test_of"] == "best"
     assert record["accuracy"]["test"] != record["accuracy"]["best"]
@@ -303,6 +322,41 @@ def test_an_epoch_without_validation_has_no_validation_figures(tmp_path):
     assert record["accuracy"]["last_epoch"] == 2
 
 
+def test_a_damaged_checkpoint_ends_with_one_line_and_is_left_as_it_is(tmp_path, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(LitCosineGate, "test_step", lambda self, *batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            short(tmp_path, "+experiment=digits", *SHORT)
+    (folder,) = (tmp_path / "digits").iterdir()
+    last = folder / "checkpoints" / "last.ckpt"
+    whole = last.read_bytes()
+    last.write_bytes(whole[:1000])
+    with pytest.raises(UserError, match=r"last\.ckpt is not a checkpoint"):
+        short(tmp_path, "+experiment=digits", *SHORT)
+    assert last.read_bytes() == whole[:1000]
+    last.write_bytes(whole)  # stopped after the last epoch and before the test: only the test is left to do
+    record, _ = short(tmp_path, "+experiment=digits", *SHORT)
+    assert (record["status"], record["epochs"]["done"]) == ("finished", 2)
+
+
+def test_a_failed_checkpoint_write_keeps_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpoints().save_checkpoint({"epoch": 1}, path)
+    monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        AtomicCheckpoints().save_checkpoint({"epoch": 2}, path)
+    assert torch.load(path, weights_only=True) == {"epoch": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_the_debug_trainer_and_a_disabled_wandb_run(tmp_path):
+    record, folder = short(
+        tmp_path, "+experiment=digits", "trainer=debug", "logger=wandb", "logger.wandb.mode=disabled"
+    )
+    assert record["status"] == "finished"
+    assert not (folder / "wandb").exists()
+
+
 def test_a_callback_can_be_left_out_and_another_added(tmp_path):
     extra = ["callbacks.curves=null", "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer"]
     _, folder = short(tmp_path, "+experiment=digits", *SHORT, *extra)
@@ -312,11 +366,9 @@ def test_a_callback_can_be_left_out_and_another_added(tmp_path):
 
 
 def test_gates_without_weight_decay_keep_their_own_group():
-    from cosinegate.build import build_module
-
     for decay_gates, decays in ((True, [5e-4]), (False, [5e-4, 0.0])):
         module = build_module(config("+experiment=digits", f"optimizer.decay_gates={decay_gates}"))
-        module._trainer = type("Trainer", (), {"max_epochs": 4})()
+        module.trainer = L.Trainer(max_epochs=4, accelerator="cpu", logger=False, enable_checkpointing=False)
         optimizer = module.configure_optimizers()["optimizer"]
         assert [group["weight_decay"] for group in optimizer.param_groups] == decays
         assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == 19_147

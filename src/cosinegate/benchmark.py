@@ -88,7 +88,8 @@ class PilImages(Dataset):
     def __init__(self, data: ImageData) -> None:
         images, labels = data.splits["train"]
         self.images, self.labels = images.squeeze(-1).numpy(), labels.numpy()
-        crop = [transforms.RandomCrop(data.image_set.shape[0], padding=4), transforms.RandomHorizontalFlip()]
+        crop = [transforms.RandomCrop(data.image_set.shape[0], padding=data.config.crop_padding)]
+        crop += [transforms.RandomHorizontalFlip()] if data.config.flip else []
         normalise = transforms.Normalize(list(data.config.mean), list(data.config.std))
         self.transform = transforms.Compose([*crop, transforms.ToTensor(), normalise])
 
@@ -158,14 +159,20 @@ def framework_ratio(gated: DictConfig, asked: BenchConfig) -> list[Figure]:
         rival = ["+callbacks.rival._target_=cosinegate.benchmark.Rival", f"+callbacks.rival.path={path}"]
         record = _train(runs, f"+experiment={gated.name}", *limits, *rival, f"data.root={gated.data.root}")
         epochs = [tuple(map(float, line.split())) for line in path.read_text().splitlines()]
-    ours, bare = (statistics.median(seconds) for seconds in zip(*epochs, strict=True))
-    ratio = statistics.median(own / other for own, other in epochs)
-    how = f"{asked.batches} training and {asked.val_batches} validation batches in turn, median of {asked.rounds}: "
+    ours, bare = (sum(seconds) for seconds in zip(*epochs, strict=True))
+    ratio = ours / bare
+    how = f"{asked.rounds} epochs of {asked.batches} training and {asked.val_batches} validation batches in turn: "
     how += f"{ours:.1f} / {bare:.1f} s"
     peak = record["peak_memory_mib"] / 1024
     return [
         Figure("epoch through train.py / bare PyTorch loop", ratio, "<= 1.05", ratio <= 1.05, how),
-        Figure(f"peak memory of training on {gated.data.name.name}, GiB", peak, "< 3", peak < 3, "both networks above"),
+        Figure(
+            f"peak memory of training on {gated.data.name.name}, GiB",
+            peak,
+            "< 3",
+            peak < 3,
+            "at most: with the bare loop and its data in one process",
+        ),
     ]
 
 

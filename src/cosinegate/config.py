@@ -21,7 +21,7 @@ class DataConfig:
     folder: str | None = None  # a folder that holds the original files; looked at first
     validation: Validation = MISSING
     holdout: int = MISSING  # training images kept for selection with validation: holdout
-    batch_size: int = MISSING  # of one optimizer step, over all devices together
+    batch_size: int = MISSING  # over all devices together
     eval_batch_size: int = MISSING
     drop_last: bool = MISSING
     crop_padding: int = MISSING  # 0: no random crop
@@ -260,7 +260,7 @@ def primitives(config: DictConfig) -> dict[str, Any]:
 
 
 def identity(config: DictConfig) -> str:
-    """Ten hex digits that two runs share when they compute the same, the seed aside."""
+    """Ten hex digits that two configs share when they ask for the same computation, the seed aside."""
     copy = config.copy()
     copy.run_dir = None  # callbacks may point into it
     content = primitives(copy)

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -21,12 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from cosinegate import console
 from cosinegate.build import build_module
-from cosinegate.callbacks.checkpoints import checkpoints
+from cosinegate.callbacks.checkpoints import AtomicCheckpoints, checkpoints
 from cosinegate.callbacks.console import EpochLine
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, Warmup
+from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
 from cosinegate.config import identity, validate
 from cosinegate.data.module import ImageData
@@ -76,17 +78,20 @@ def train(config: DictConfig) -> dict[str, Any]:
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
         resumed = last if last.exists() else None
+        if resumed is not None:
+            read_checkpoint(resumed)  # a damaged file is answered with a line
         console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
         chosen = best if config.data.validation is Validation.holdout else None
         try:
-            trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
-            (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
-        except SystemExit as error:  # what lightning makes of Ctrl-C
-            raise KeyboardInterrupt from error
-        except MisconfigurationException as error:
-            raise UserError(f"trainer: {' '.join(str(error).split())}") from error
-        finally:
-            _finish_wandb()
+            with asked_too_much():
+                trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
+                (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
+        except BaseException as error:
+            _finish_wandb(exit_code=1)
+            if isinstance(error, SystemExit):  # what lightning makes of Ctrl-C
+                raise KeyboardInterrupt from error
+            raise
+        _finish_wandb(exit_code=0)
         accuracy = {"test": tested["test/acc"], "test_of": "best" if chosen else "last"}
         record.finish(trainer, accuracy, _gates_and_flops(statistics.summary, executed))
     console.show_record(record.record, folder)
@@ -100,21 +105,28 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
     torch.utils.deterministic.fill_uninitialized_memory = False  # deterministic algorithms without filling every buffer
     try:
         extra = [instantiate(node) for node in config.callbacks.values() if node is not None]
-        arguments["enable_progress_bar"] &= sys.stdout.isatty()  # a log gets EpochLine's lines alone
-        if not arguments["enable_progress_bar"]:
-            extra = [callback for callback in extra if not isinstance(callback, L.callbacks.ProgressBar)]
         loggers = [metrics] if metrics is not None else []
         loggers += [instantiate(node) for node in config.logger.values() if node is not None]
-        arguments |= {"callbacks": callbacks + extra, "logger": loggers or False}
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise UserError(f"callbacks or logger: {' '.join(str(cause).split())}") from error
+    arguments["enable_progress_bar"] &= sys.stdout.isatty()  # a log gets EpochLine's lines alone
+    if not arguments["enable_progress_bar"]:
+        extra = [callback for callback in extra if not isinstance(callback, L.callbacks.ProgressBar)]
+    arguments |= {"callbacks": callbacks + extra, "logger": loggers or False, "plugins": [AtomicCheckpoints()]}
+    try:
         return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
-    except UserError:
-        raise
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        words = " ".join(str(error).split())
-        raise UserError(f"trainer ({_described(config.trainer)}): {words}") from error
-    except Exception as error:  # hydra's InstantiationException carries what the callback or logger said
-        words = " ".join(str(error.__cause__ or error).split())
-        raise UserError(f"callbacks or logger: {words}") from error
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"trainer ({_described(config.trainer)}): {' '.join(str(error).split())}") from error
+
+
+@contextlib.contextmanager
+def asked_too_much() -> Iterator[None]:
+    """What lightning finds wrong with its arguments only once it runs is a person's mistake all the same."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
 
 
 def quiet() -> None:
@@ -170,10 +182,10 @@ def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     return record
 
 
-def _finish_wandb() -> None:
+def _finish_wandb(exit_code: int) -> None:
     """Ends W&B's run, or the next job of a multirun would go on in it."""
     if "wandb" in sys.modules:
-        sys.modules["wandb"].finish()
+        sys.modules["wandb"].finish(exit_code=exit_code)
 
 
 @contextlib.contextmanager
@@ -207,9 +219,11 @@ def _check_devices(config: DictConfig, trainer: L.Trainer) -> None:
 def _check_precision(precision: str, accelerator: str) -> None:
     """bf16 ends some virtual machines' processes with an illegal instruction: try it in a process that may die."""
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
-    if not (on_cpu and precision.startswith("bf16")):
+    if not (on_cpu and precision.startswith(("bf16", "16"))):  # lightning runs 16-mixed as bf16 on a CPU
         return
-    probe = "import torch; x = torch.randn(8, 8, 8, 8).bfloat16(); torch.nn.Conv2d(8, 8, 3).bfloat16()(x)"
+    probe = (
+        "import torch; x = torch.randn(8, 8, 8, 8).bfloat16(); torch.nn.Conv2d(8, 8, 3).bfloat16()(x).sum().backward()"
+    )
     if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode != 0:
         raise UserError(f"trainer.precision = {precision}: this processor cannot run it; use 32-true")
 

@@ -1,5 +1,6 @@
 """One figure of a run: accuracy, efficiency, a curve for every gate, and the block x epoch heat map."""
 
+import math
 from pathlib import Path
 
 import matplotlib
@@ -17,7 +18,7 @@ SETTLED = 0.02  # routing has settled once the mean gate stays this close to its
 
 
 def phases(rows: dict[int, Row], warmup_epochs: float) -> list[tuple[str, float, float]]:
-    """The paper's three phases as (name, first epoch, last epoch), by a rule that every run can be held to.
+    """The paper's three phases as (name, left edge, right edge) in epochs, by a rule that every run can be held to.
 
     I, exploration: prog(t) is below a half. II, constraint: from there until the warmup is over and the mean gate stays
     within 0.02 of its last value. III, convergence: the rest. A phase that a run does not reach is left out.
@@ -29,7 +30,7 @@ def phases(rows: dict[int, Row], warmup_epochs: float) -> list[tuple[str, float,
     strays = np.flatnonzero(np.abs(gates - gates[-1]) > SETTLED)
     settled = epochs[strays[-1] + 1] if len(strays) else epochs[0]
     second = warmup_epochs / 2 + 1  # epoch e runs with t = e - 1
-    third = max(settled, warmup_epochs + 1)
+    third = max(settled, math.ceil(warmup_epochs) + 1)
     last = epochs[-1]
     bounds = [("I exploration", 1.0, second), ("II constraint", second, third), ("III convergence", third, last + 1.0)]
     return [(name, start - 0.5, min(end, last + 1) - 0.5) for name, start, end in bounds if start < min(end, last + 1)]

@@ -3,7 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from cosinegate.files import replacing
+
+
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and renames it: a kill leaves the old file or the new one."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            torch.save(checkpoint, file)
 
 
 def checkpoints(folder: Path) -> list[ModelCheckpoint]:

@@ -16,6 +16,7 @@ class ExecutedFlops(L.Callback):
     def __init__(self, shape: tuple[int, int, int]) -> None:
         self.shape = shape  # (H, W, C) of an image
         self.executed: float | None = None
+        self.counter: FlopCounterMode | None = None  # while a batch is evaluated
         self.dense = 0  # FLOPs of the dense network for one image
 
     def setup(self, trainer: L.Trainer, pl_module: LitCosineGate, stage: str) -> None:
@@ -39,17 +40,22 @@ class ExecutedFlops(L.Callback):
     ) -> None:
         self.counter.__exit__(None, None, None)
         self.flops += self.counter.get_total_flops()
+        self.counter = None
 
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self._finish(trainer)
+        self._finish(trainer, pl_module)
         pl_module.log("flops/executed", self.executed, sync_dist=True)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self._finish(trainer)
+        self._finish(trainer, pl_module)
 
-    def _finish(self, trainer: L.Trainer) -> None:
-        counts = torch.tensor([self.flops, self.images], dtype=torch.float64)
+    def on_exception(self, trainer: L.Trainer, pl_module: LitCosineGate, exception: BaseException) -> None:
+        if self.counter is not None:
+            self.counter.__exit__(None, None, None)
+
+    def _finish(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        counts = torch.tensor([self.flops, self.images], dtype=torch.float64, device=pl_module.device)
         flops, images = trainer.strategy.reduce(counts, reduce_op="sum").tolist()  # over all processes
         self.executed = flops / (images * self.dense)

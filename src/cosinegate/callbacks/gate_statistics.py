@@ -59,9 +59,9 @@ class GateStatistics(L.Callback):
             "gates/paths": float(summary.paths),
             "flops/counted": summary.mean_gate,
         }
-        names |= {f"gates/block_{i:02d}": value for i, value in enumerate(summary.open)}
+        names |= {f"gates/block_{i:02d}": value for i, value in enumerate(summary.open.tolist())}
         if summary.cir is not None:
-            names |= {f"cir/block_{i:02d}": value for i, value in enumerate(summary.cir)}
+            names |= {f"cir/block_{i:02d}": value for i, value in enumerate(summary.cir.tolist())}
         pl_module.log_dict(names, sync_dist=True)
         pl_module.log("gates/mean", summary.mean_gate, prog_bar=True, sync_dist=True)
 

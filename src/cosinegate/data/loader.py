@@ -1,7 +1,7 @@
 """The whole data set as one uint8 tensor; a batch is cropped, flipped and normalised by one gather.
 
 Which image comes when, and how it is cropped and flipped, is a pure function of (seed, epoch): no workers, no state
-to lose, and the same batches on any device and for any number of processes.
+to lose, and the same batches on any device, shared out over any number of processes.
 """
 
 from collections.abc import Iterator

@@ -38,7 +38,7 @@ class ImageData(L.LightningDataModule):
         self.splits: dict[str, tuple[Tensor, Tensor]] | None = None
 
     def prepare_data(self) -> None:
-        """Fetches and verifies; lightning calls it in one process only."""
+        """Fetches, verifies and keeps the data in memory, once."""
         if self.arrays is None:
             self.arrays = load(self.image_set, self.config.root, self.config.folder)
 

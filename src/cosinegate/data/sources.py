@@ -8,6 +8,7 @@ import hashlib
 import pickle
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -50,7 +51,7 @@ class SourceFailed(Exception):
 
 # what reading a file that is cut off, damaged, forbidden or of another kind can raise
 UNUSABLE = (SourceFailed, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError)
-UNUSABLE += (tarfile.TarError, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError)
+UNUSABLE += (RuntimeError, tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
