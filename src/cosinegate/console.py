@@ -70,7 +70,8 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
     table.add_row("all", percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))
     if summary.cir is not None:
         table.add_row("CIR", "", *(f"{value:.2f}" for value in summary.cir.tolist()))
-    Console().print(table)
+    widest = 28 + 7 * summary.open.numel()
+    Console(width=max(Console().width, widest)).print(table)  # rather wrapped by the terminal than cut off
 
 
 def percent(share: float) -> str:

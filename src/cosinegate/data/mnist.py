@@ -50,7 +50,7 @@ def _idx(content: bytes) -> np.ndarray:
     shape = tuple(np.frombuffer(content[4:header], dtype=">u4").astype(int))
     if len(content) - header != np.prod(shape):
         raise SourceFailed("an idx file is cut off")
-    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
+    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy()  # bytes are read-only
 
 
 MNIST = ImageSet(
