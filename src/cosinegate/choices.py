@@ -57,3 +57,11 @@ class Checkpoint(Enum):
 
     last = "last"
     best = "best"
+
+
+class Cost(Enum):
+    """What accuracy is held against."""
+
+    counted = "counted"  # the mean gate, as the paper counts
+    executed = "executed"  # FLOPs that ran, over the dense network's
+    latency = "latency"  # measured milliseconds an image

@@ -4,17 +4,21 @@ import dataclasses
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from cosinegate.errors import UserError
+from cosinegate.files import write_atomically
 
 CONF = Path(__file__).parents[2] / "conf"
 EXIT_MISTAKE = 2
@@ -27,20 +31,45 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     def guarded(config: DictConfig) -> Any:
         try:
             return task(config)
-        except (UserError, OmegaConfBaseException) as error:
-            _end(error)
         except KeyboardInterrupt:
-            print("interrupted: start the same command again to go on", file=sys.stderr)
-            sys.exit(EXIT_INTERRUPTED)
+            _end_interrupted()
+        except Exception as error:
+            if current_job() is not None:  # the launcher keeps it and goes on with the next job
+                raise UserError(_kept(error, config)) from None
+            if isinstance(error, UserError | OmegaConfBaseException):
+                _end(error)
+            raise
 
     asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
     try:
         hydra.main(config_path=str(CONF), config_name=config_name, version_base="1.3")(guarded)()
+    except UserError as error:
+        _end(error)
     except (HydraException, OmegaConfBaseException) as error:
         if asked_for_traceback:
             raise
         _end(error)
+    except KeyboardInterrupt:
+        _end_interrupted()
+
+
+def current_job() -> str | None:
+    """Which job of a multirun this is, in words; None outside of one."""
+    hydra_config = HydraConfig.get()
+    return hydra_config.job.name if hydra_config.mode is RunMode.MULTIRUN else None
+
+
+def _kept(error: Exception, config: DictConfig) -> str:
+    """One line of what ended a job. Of what no person did wrong the run's folder keeps the rest."""
+    if isinstance(error, UserError | HydraException | OmegaConfBaseException):
+        return one_line(error)
+    words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if config.get("run_dir") is None or not Path(config.run_dir).is_dir():
+        return words
+    path = Path(config.run_dir) / "traceback.txt"
+    write_atomically(path, "".join(traceback.format_exception(error)))
+    return f"{words} (more in {path})"
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -53,6 +82,11 @@ def compose(*overrides: str) -> DictConfig:
 def _end(error: Exception) -> NoReturn:
     print(f"error: {one_line(error)}", file=sys.stderr)
     sys.exit(EXIT_MISTAKE)
+
+
+def _end_interrupted() -> NoReturn:
+    print("interrupted: start the same command again to go on", file=sys.stderr)
+    sys.exit(EXIT_INTERRUPTED)
 
 
 def one_line(error: BaseException) -> str:

@@ -5,12 +5,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from cosinegate.choices import Annealing, Checkpoint, Dataset, GateKind, Polarity, Shortcut, Validation, Weighting
+from cosinegate.choices import Annealing, Checkpoint, Cost, Dataset, GateKind, Polarity, Shortcut, Validation, Weighting
 from cosinegate.errors import UserError
 
 
@@ -126,6 +127,7 @@ class Config:
     threads: int | None = None  # torch threads; none leaves torch's own choice
     runs_dir: str = MISSING
     run_dir: str | None = None  # none: runs_dir/name/<hash of the config>-s<seed>
+    sweep: str | None = None  # the sweep that the run is a job of
     data: DataConfig = MISSING
     network: NetworkConfig = MISSING
     gate: GateConfig = MISSING
@@ -159,12 +161,23 @@ class BenchConfig:
     rounds: int = MISSING
 
 
+@dataclass
+class ParetoConfig:
+    runs: list[str] = MISSING
+    sweep: str | None = None
+    runs_dir: str = MISSING
+    x: Cost = MISSING
+    reference: list[float] | None = None
+    folder: str = MISSING
+
+
 ConfigStore.instance().store(name="schema", node=Config)
 ConfigStore.instance().store(name="evaluate_schema", node=EvaluateConfig)
 ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
+ConfigStore.instance().store(name="pareto_schema", node=ParetoConfig)
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
-NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "logger", "data.root", "data.folder")
+NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "sweep", "logger", "data.root", "data.folder")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 
 
@@ -176,6 +189,7 @@ def is_batches(value: Any) -> bool:
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: list[Rule] = [
     ("name", lambda v: v != "" and v not in (".", "..") and "/" not in v, "a plain folder name"),
+    ("sweep", lambda v: v is None or (v not in ("", ".", "..") and "/" not in v), "null or a plain file name"),
     ("seed", lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
     ("threads", lambda v: v is None or v >= 1, "null or at least 1"),
     ("data.holdout", lambda v: v >= 1, "at least 1"),
@@ -229,7 +243,7 @@ def require_positive(config: DictConfig, *keys: str) -> None:
 def validate(config: DictConfig) -> None:
     """Ends with one line that names the first key whose value is missing or out of range."""
     require(config)
-    for key, value in _leaves(primitives(config)):
+    for key, value in leaves(primitives(config)):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key} = {value}: must be a finite number")
     for key, allowed, words in RULES:
@@ -273,9 +287,17 @@ def identity(config: DictConfig) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _leaves(node: Any, path: str = "") -> list[tuple[str, Any]]:
+def run_folder(config: DictConfig) -> Path:
+    """Where the run lives: what was asked for, or a folder that follows from what the run computes."""
+    if config.run_dir is not None:
+        return Path(config.run_dir)
+    return Path(config.runs_dir) / config.name / f"{identity(config)}-s{config.seed}"
+
+
+def leaves(node: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Every value of nested dicts and lists, with its dotted key."""
     if isinstance(node, dict):
-        return [leaf for key, child in node.items() for leaf in _leaves(child, f"{path}.{key}" if path else key)]
+        return [leaf for key, child in node.items() for leaf in leaves(child, f"{path}.{key}" if path else key)]
     if isinstance(node, list):
-        return [leaf for child in node for leaf in _leaves(child, path)]
+        return [leaf for child in node for leaf in leaves(child, path)]
     return [(path, node)]

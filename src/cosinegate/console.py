@@ -74,5 +74,11 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
     Console(width=max(Console().width, widest)).print(table)  # rather wrapped by the terminal than cut off
 
 
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.2f}%"

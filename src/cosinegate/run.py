@@ -1,7 +1,6 @@
 """Trains a run from its config, in its folder, from wherever it stopped."""
 
 import contextlib
-import fcntl
 import logging
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
@@ -30,32 +27,29 @@ from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, Warmup
 from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
-from cosinegate.config import identity, validate
+from cosinegate.config import identity, run_folder, validate
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
+from cosinegate.lock import locked
 from cosinegate.loggers import MetricsCSV
 from cosinegate.memory import keep_freed_memory
 from cosinegate.record import read_record
 from cosinegate.routing import RoutingSummary
 
 
-def run_folder(config: DictConfig) -> Path:
-    """Where the run lives: what was asked for, or a folder that follows from what the run computes."""
-    if config.run_dir is not None:
-        return Path(config.run_dir)
-    return Path(config.runs_dir) / config.name / f"{identity(config)}-s{config.seed}"
+def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
+    """Trains, evaluates with hard gates, and gives the run's record. A finished run is left as it is.
 
-
-def train(config: DictConfig) -> dict[str, Any]:
-    """Trains, evaluates with hard gates, and gives the run's record. A finished run is left as it is."""
+    `job` says which of several jobs this is; then whoever started them shows the results.
+    """
     quiet()
     keep_freed_memory()
     validate(config)
     folder, facts = run_folder(config), _facts(config)
     before = _own_record(folder, facts)
     if _is_finished(before):
-        return _say_finished(before, folder)
+        return before if job else _say_finished(before, folder)
     config.run_dir = str(folder)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -65,14 +59,15 @@ def train(config: DictConfig) -> dict[str, Any]:
     statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
     record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), Warmup(config.objective), Anneal(config.gate.relaxation)]
-    kept = [statistics, executed, record, EpochLine(), *checkpoints(folder)]
+    kept = [statistics, executed, record, EpochLine(job), *checkpoints(folder)]
     trainer = build_trainer(config, [*schedule, *kept], metrics)
-    _check_devices(config, trainer)
+    _check_devices(config, trainer, job)
     data.prepare_data()
-    with _locked(folder):
+    # the first process of several holds the folder; a job of a sweep may find an earlier one of the same sweep at work
+    with contextlib.nullcontext() if rank_zero_only.rank > 0 else locked(folder, wait=job is not None):
         before = _own_record(folder, facts)  # another process may have trained it while this one was starting
         if _is_finished(before):
-            return _say_finished(before, folder)
+            return before if job else _say_finished(before, folder)
         metrics.read()
         record.start(trainer, before)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
@@ -80,7 +75,8 @@ def train(config: DictConfig) -> dict[str, Any]:
         resumed = last if last.exists() else None
         if resumed is not None:
             read_checkpoint(resumed)  # a damaged file is answered with a line
-        console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
+        if job is None:
+            console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
         chosen = best if config.data.validation is Validation.holdout else None
         try:
             with asked_too_much():
@@ -94,7 +90,8 @@ def train(config: DictConfig) -> dict[str, Any]:
         _finish_wandb(exit_code=0)
         accuracy = {"test": tested["test/acc"], "test_of": "best" if chosen else "last"}
         record.finish(trainer, accuracy, _gates_and_flops(statistics.summary, executed))
-    console.show_record(record.record, folder)
+    if job is None:
+        console.show_record(record.record, folder)
     return record.record
 
 
@@ -148,6 +145,8 @@ def _facts(config: DictConfig) -> dict[str, Any]:
         "tau_target": config.objective.tau_target,
         "lambda_flops": config.objective.lambda_flops,
         "selected_on": config.data.validation.name,
+        "network": f"resnet{config.network.depth}-w{config.network.width}",
+        "sweep": config.sweep,
     }
 
 
@@ -188,27 +187,8 @@ def _finish_wandb(exit_code: int) -> None:
         sys.modules["wandb"].finish(exit_code=exit_code)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process trains in a folder. The lock goes with the process, however it ends."""
-    if rank_zero_only.rank > 0:
-        yield  # the first process holds it
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"run_dir = {folder}: cannot be written: {error.strerror}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"run_dir = {folder}: another process is training here") from error
-        yield
-
-
-def _check_devices(config: DictConfig, trainer: L.Trainer) -> None:
-    if trainer.world_size > 1 and HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+def _check_devices(config: DictConfig, trainer: L.Trainer, job: str | None) -> None:
+    if trainer.world_size > 1 and job is not None:
         raise UserError(f"trainer.devices = {config.trainer.devices}: a multirun trains every job on one device")
     if config.data.batch_size % trainer.world_size:
         raise UserError(

@@ -4,9 +4,14 @@ import time
 
 import lightning.pytorch as L
 
+from cosinegate.console import clock
+
 
 class EpochLine(L.Callback):
-    """The figures of an epoch and the time that is left."""
+    """The figures of an epoch and the time that is left. `job` is which of several jobs writes the line."""
+
+    def __init__(self, job: str | None = None) -> None:
+        self.prefix = f"{job}  " if job else ""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.begin = time.monotonic()
@@ -20,10 +25,4 @@ class EpochLine(L.Callback):
         known = trainer.callback_metrics
         shown = ("train/loss", "train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed")
         figures = "  ".join(f"{name} {known[name].item():.4f}" for name in shown if name in known)
-        print(f"epoch {done}/{trainer.max_epochs}  {figures}  {_clock(left)} left", flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
+        print(f"{self.prefix}epoch {done}/{trainer.max_epochs}  {figures}  {clock(left)} left", flush=True)

@@ -1,0 +1,202 @@
+"""Accuracy against compute over many runs: the figure, a table for people and one for machines."""
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from cosinegate.analysis.frontier import Point, hypervolume, on_frontier
+from cosinegate.analysis.quoted import QUOTED
+from cosinegate.analysis.runs import Configuration, Family, Run
+from cosinegate.files import replacing, write_atomically
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+AXES = {
+    "counted": "FLOPs counted: mean gate (the paper's figure)",
+    "executed": "FLOPs executed / dense network's (measured)",
+    "latency": "latency in ms an image (measured)",
+}
+CHANCE = 0.1  # ten classes
+MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond the slowest run
+
+
+def mark(configurations: list[Configuration], x: str) -> list[Configuration]:
+    """Those that have the cost, with their place on the frontier of the means."""
+    measured = [one for one in configurations if all(run.cost(x) is not None for run in one.runs)]
+    for one, flag in zip(measured, on_frontier(points(measured, x)), strict=True):
+        one.on_frontier = flag
+    return measured
+
+
+def points(configurations: list[Configuration], x: str) -> list[Point]:
+    return [(one.cost(x)[0], one.accuracy()[0]) for one in configurations]
+
+
+def reference_point(configurations: list[Configuration], x: str) -> Point:
+    """The stated corner that a hypervolume is measured from."""
+    dearest = max(one.cost(x)[0] for one in configurations) if x == "latency" else 1.0
+    return MARGIN * dearest, CHANCE
+
+
+def stem(family: Family, x: str) -> str:
+    data, network, epochs = family
+    return f"{data}-{network}-{epochs}epochs-{x}"
+
+
+def write_pareto(
+    family: Family, configurations: list[Configuration], x: str, reference: Point, folder: Path, command: str
+) -> list[Path]:
+    """PNG, SVG, CSV and Markdown of one family of runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    base = folder / stem(family, x)
+    draw(family, configurations, x, base)
+    write_atomically(base.with_name(f"{base.name}.csv"), as_csv(configurations))
+    write_atomically(base.with_name(f"{base.name}.md"), as_markdown(family, configurations, x, reference, command))
+    return [base.with_name(f"{base.name}.{kind}") for kind in ("png", "svg", "csv", "md")]
+
+
+def draw(family: Family, configurations: list[Configuration], x: str, base: Path) -> None:
+    """Every run, the mean of its seeds with its spread, the frontier as steps; the paper's points apart, as quoted."""
+    data, network, epochs = family
+    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
+    for one in configurations:
+        colour = "black" if one.is_dense else "C0"
+        (cost, cost_std), (accuracy, accuracy_std) = one.cost(x), one.accuracy()
+        axis.scatter(
+            [run.cost(x) for run in one.runs], [100 * run.accuracy for run in one.runs], 14, colour, alpha=0.35
+        )
+        bars = {"xerr": cost_std, "yerr": accuracy_std and 100 * accuracy_std}
+        marker = "s" if one.is_dense else "o"
+        axis.errorbar(
+            cost, 100 * accuracy, **bars, fmt=marker, color=colour, ecolor=(colour, 0.5), capsize=3, elinewidth=1
+        )
+    best = sorted(
+        point for point, one in zip(points(configurations, x), configurations, strict=True) if one.on_frontier
+    )
+    axis.step([p[0] for p in best], [100 * p[1] for p in best], where="post", color="C1", zorder=1)
+    for one in configurations:
+        if one.on_frontier:
+            where = (one.cost(x)[0], 100 * one.accuracy()[0])
+            axis.annotate(one.label, where, (6, -12), textcoords="offset points", fontsize=8)
+    quoted = QUOTED.get(data, []) if x == "counted" else []
+    for point in quoted:
+        axis.plot(point.counted, 100 * point.accuracy, "D", color="grey", fillstyle="none", markersize=6)
+        axis.annotate(
+            point.name,
+            (point.counted, 100 * point.accuracy),
+            (6, 4),
+            textcoords="offset points",
+            fontsize=7,
+            color="grey",
+        )
+    handles = [
+        plt.Line2D([], [], color="C0", marker="o", label="gated: mean ± std over seeds"),
+        plt.Line2D([], [], color="C0", marker="o", linestyle="", markersize=4, alpha=0.35, label="every run"),
+        plt.Line2D([], [], color="C1", label="frontier of the means"),
+    ]
+    if any(one.is_dense for one in configurations):
+        handles.append(plt.Line2D([], [], color="black", marker="s", label=f"dense {network.partition('-')[0]}"))
+    if quoted:
+        label = "quoted from the paper (ResNet-20), not measured"
+        handles.append(plt.Line2D([], [], color="grey", marker="D", fillstyle="none", linestyle="", label=label))
+    axis.legend(handles=handles, fontsize=8, loc="lower right")
+    runs = sum(len(one.runs) for one in configurations)
+    executed = [run.cost("executed") for one in configurations for run in one.runs]
+    axis.set(xlabel=AXES[x], ylabel="test accuracy, hard gates (%)")
+    axis.margins(x=0.12, y=0.08)
+    axis.set_title(
+        f"{data}, {network}, {epochs} epochs: {len(configurations)} configurations, {runs} runs\n"
+        f"their executed FLOPs: {min(executed):.3f} to {max(executed):.3f} of the dense network's"
+    )
+    axis.grid(alpha=0.3)
+    for kind in ("png", "svg"):
+        with replacing(base.with_name(f"{base.name}.{kind}")) as file:
+            figure.savefig(file, format=kind, dpi=150)
+    plt.close(figure)
+
+
+def as_csv(configurations: list[Configuration]) -> str:
+    """A row a run."""
+    rows = [_row(one, run) for one in configurations for run in one.runs]
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
+
+
+def _row(one: Configuration, run: Run) -> dict[str, Any]:
+    record = run.record
+    return {
+        "on_frontier": one.on_frontier,
+        "configuration": one.label,
+        "identity": record["identity"],
+        "experiment": record["experiment"],
+        "seed": record["seed"],
+        "data": record["data"],
+        "epochs": record["epochs"]["planned"],
+        "test_accuracy": run.accuracy,
+        "peak_accuracy": record["accuracy"].get("best"),
+        "selected_on": record["selected_on"],
+        "counted": run.cost("counted"),
+        "executed": run.cost("executed"),
+        "latency_ms": run.cost("latency"),
+        "dynamic_blocks": record["dynamic_blocks"],
+        "paths": record["paths"],
+        "folder": run.folder.as_posix(),
+    }
+
+
+def as_markdown(family: Family, configurations: list[Configuration], x: str, reference: Point, command: str) -> str:
+    """A row a configuration, the paper's figures in a table of their own, and how it was made."""
+    data, network, epochs = family
+    area = hypervolume(points(configurations, x), reference)
+    lines = [
+        f"# {data}, {network}, {epochs} epochs",
+        "",
+        f"`python {command}`. Best first; ★ is on the frontier of test accuracy and {x}.",
+        "Test accuracy with hard gates, mean ± standard deviation over seeds.",
+        f"Hypervolume {area:.4f}, up to the reference ({x} {reference[0]:.3g}, accuracy {reference[1]:.3g}).",
+        "",
+        "| | configuration | seeds | test accuracy | counted | executed | dynamic blocks | paths | chosen on |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(row)} |" for row in rows(configurations)]
+    if QUOTED.get(data):
+        lines += [
+            "",
+            "Quoted from the paper (ResNet-20), not measured:",
+            "",
+            "| | accuracy | counted |",
+            "|---|---|---|",
+        ]
+        lines += [f"| {q.name} | {100 * q.accuracy:.1f}% | {q.counted:.3f} |" for q in QUOTED[data]]
+    return "\n".join(lines) + "\n"
+
+
+def rows(configurations: list[Configuration]) -> list[list[str]]:
+    """A configuration a row, as words."""
+    return [
+        [
+            "★" if one.on_frontier else "",
+            one.label,
+            str(len(one.runs)),
+            spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
+            spread(one.cost("counted"), lambda v: f"{v:.3f}"),
+            spread(one.cost("executed"), lambda v: f"{v:.3f}"),
+            f"{one.over_seeds(lambda run: run.record['dynamic_blocks'])[0]:.3g} of {len(one.first['blocks_open'])}",
+            f"{one.over_seeds(lambda run: run.record['paths'])[0]:.3g}",
+            one.first["selected_on"],
+        ]
+        for one in configurations
+    ]
+
+
+def spread(figure: tuple[float, float | None], words: Callable[[float], str]) -> str:
+    mean, std = figure
+    return words(mean) if std is None else f"{words(mean)} ± {words(std)}"

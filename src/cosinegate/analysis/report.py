@@ -1,0 +1,78 @@
+"""From run folders to results/pareto, and the table in the terminal."""
+
+import json
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from cosinegate.analysis import pareto as plots
+from cosinegate.analysis.runs import Configuration, Family, Run, families, find_runs
+from cosinegate.console import say
+from cosinegate.errors import UserError
+from cosinegate.sweep import SWEEPS
+
+HINT = "make pareto SWEEP=quick trains some in minutes"
+
+
+def pareto(config: DictConfig, command: str) -> None:
+    """Reads the runs, writes a figure and tables for each family that can be compared, and shows the tables."""
+    x = config.x.name
+    runs = find_runs(_folders(config), lambda words: print(words, file=sys.stderr))
+    if not runs:
+        where = f"the sweep {config.sweep}" if config.sweep else ", ".join(config.runs)
+        raise UserError(f"no finished run in {where}: {HINT}")
+    written = []
+    for family, configurations in families(runs).items():
+        measured = plots.mark(configurations, x)
+        if len(measured) < len(configurations):
+            say(f"{' '.join(map(str, family))}: {len(configurations) - len(measured)} configurations have no {x}")
+        if not measured:
+            continue
+        reference = tuple(config.reference) if config.reference else plots.reference_point(measured, x)
+        show(family, measured, x)
+        area = plots.hypervolume(plots.points(measured, x), reference)
+        say(f"hypervolume {area:.4f}, up to the reference ({x} {reference[0]:.3g}, accuracy {reference[1]:.3g})")
+        written += plots.write_pareto(family, measured, x, reference, Path(config.folder), command)
+    if not written:
+        raise UserError(f"x = {x}: no run has it measured")
+    for path in written:
+        say(f"written  {path}")
+
+
+def show(family: Family, configurations: list[Configuration], x: str) -> None:
+    """The table of one family, best first."""
+    data, network, epochs = family
+    table = Table(title=f"{data}, {network}, {epochs} epochs", title_justify="left", caption_justify="left")
+    table.caption = f"★ nothing else is more accurate at no more {x} FLOPs" if x != "latency" else "★ on the frontier"
+    for name in ("", "configuration", "seeds", "test accuracy", "counted", "executed", "dynamic", "paths", "chosen on"):
+        table.add_column(
+            name, justify="left" if name in ("", "configuration", "chosen on") else "right", overflow="fold"
+        )
+    for row in plots.rows(configurations):
+        table.add_row(*row)
+    Console(width=max(Console().width, 120)).print(table)
+
+
+def show_runs(runs: list[Run]) -> None:
+    """The tables that end a sweep or a search."""
+    for family, configurations in families(runs).items():
+        show(family, plots.mark(configurations, "counted"), "counted")
+
+
+def _folders(config: DictConfig) -> list[Path]:
+    if config.sweep is None:
+        folders = [Path(name) for name in config.runs]
+        missing = [str(folder) for folder in folders if not folder.is_dir()]
+        if missing:
+            raise UserError(f"runs = {missing[0]}: no such folder: {HINT}")
+        return folders
+    path = Path(config.runs_dir) / SWEEPS / f"{config.sweep}.json"
+    try:
+        return [Path(config.runs_dir) / run["folder"] for run in json.loads(path.read_text())["runs"]]
+    except FileNotFoundError as error:
+        raise UserError(f"sweep = {config.sweep}: not started yet: make pareto SWEEP={config.sweep}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,147 @@
+"""Reads run records and puts together what may be compared: runs of one data set, one network, as many epochs."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from cosinegate.config import NOT_IDENTITY, leaves
+from cosinegate.errors import UserError
+from cosinegate.record import read_record
+
+SYMBOLS = {
+    "objective.tau_target": "τ",
+    "objective.lambda_flops": "λ",
+    "objective.lambda_cons": "λ_cons",
+    "gate.gamma.init": "γ0",
+    "gate.relaxation.temperature": "T",
+}
+COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
+    "counted": lambda record: record["flops"]["counted"],
+    "executed": lambda record: record["flops"]["executed"],
+    "latency": lambda record: record.get("latency_ms"),
+}
+Family = tuple[str, str, int]  # data set, network, epochs
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and the settings that made it."""
+
+    folder: Path
+    record: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        return self.record["accuracy"]["test"]
+
+    @property
+    def family(self) -> Family:
+        record, settings = self.record, self.settings
+        built = f"resnet{settings['network.depth']}-w{settings['network.width']}" if settings else "network-not-known"
+        return record["data"], record.get("network", built), record["epochs"]["planned"]
+
+    def cost(self, x: str) -> float | None:
+        return COSTS[x](self.record)
+
+
+def read_run(folder: Path) -> Run | None:
+    """The run in a folder; None where it is not finished. Ends with a line where it cannot be read."""
+    record = read_record(folder)
+    if record is None or record["status"] != "finished":
+        return None
+    needed = ("data", "experiment", "identity", "seed", "epochs", "accuracy", "mean_gate", "flops", "paths", "gate")
+    missing = [key for key in needed if record.get(key) is None]
+    numbers = [] if missing else [record["accuracy"].get("test"), COSTS["counted"](record), COSTS["executed"](record)]
+    if missing or not all(isinstance(number, int | float) for number in numbers):
+        raise UserError(f"{folder / 'record.json'} is finished but has no {', '.join(missing) or 'accuracy or FLOPs'}")
+    return Run(folder, record, _settings(folder))
+
+
+def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[Run]:
+    """Every finished run below the folders, each once. What cannot be read is passed over with a line."""
+    found: dict[tuple[str, int], Run] = {}
+    unfinished = 0
+    for path in sorted({path for folder in folders for path in folder.rglob("record.json")}):
+        try:
+            run = read_run(path.parent)
+        except (UserError, KeyError, TypeError, AttributeError) as error:
+            complain(f"skipped: {' '.join(str(error).split()) or path}")
+            continue
+        if run is None:
+            unfinished += 1
+            continue
+        same = found.setdefault((run.record["identity"], run.record["seed"]), run)
+        if same is not run:
+            complain(f"skipped: {run.folder} is the same run as {same.folder}")
+    if unfinished:
+        complain(f"skipped: {unfinished} runs that are not finished")
+    return list(found.values())
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The run's config, flat, without what changes no figure."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        return {}
+    apart = (*NOT_IDENTITY, "callbacks")
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    return {k: v for k, v in leaves(content) if not any(k == key or k.startswith(f"{key}.") for key in apart)}
+
+
+@dataclass
+class Configuration:
+    """The runs that differ by their seed alone."""
+
+    runs: list[Run]
+    label: str = ""
+    on_frontier: bool = False
+
+    def over_seeds(self, figure: Callable[[Run], float]) -> tuple[float, float | None]:
+        """Mean and, of two or more, standard deviation."""
+        values = [figure(run) for run in self.runs]
+        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    def accuracy(self) -> tuple[float, float | None]:
+        return self.over_seeds(lambda run: run.accuracy)
+
+    def cost(self, x: str) -> tuple[float, float | None]:
+        return self.over_seeds(lambda run: run.cost(x))
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return self.runs[0].record
+
+    @property
+    def is_dense(self) -> bool:
+        return self.first["gate"] == "none"
+
+
+def families(runs: list[Run]) -> dict[Family, list[Configuration]]:
+    """The runs by what may be compared, and in it by configuration, most accurate first, each with a label."""
+    sorted_runs: dict[Family, dict[str, list[Run]]] = {}
+    for run in sorted(runs, key=lambda run: run.record["seed"]):
+        sorted_runs.setdefault(run.family, {}).setdefault(run.record["identity"], []).append(run)
+    return {family: _labelled(list(found.values())) for family, found in sorted(sorted_runs.items())}
+
+
+def _labelled(groups: list[list[Run]]) -> list[Configuration]:
+    settings = [group[0].settings for group in groups]
+    keys = sorted({key for one in settings for key in one})
+    varying = [key for key in keys if len({str(one.get(key)) for one in settings}) > 1]
+    named = len({group[0].record["experiment"] for group in groups}) > 1
+    found = [Configuration(group, _label(group[0], varying, named)) for group in groups]
+    return sorted(found, key=lambda one: -one.accuracy()[0])
+
+
+def _label(run: Run, varying: list[str], named: bool) -> str:
+    dense = run.record["gate"] == "none"
+    shown = [key for key in varying if not (dense and key.startswith(("gate.", "objective.")))]
+    words = [run.record["experiment"]] if named else []
+    words += ["dense"] if dense else []
+    words += [f"{SYMBOLS.get(key, key)}={run.settings.get(key)}" for key in shown if key != "gate.kind"]
+    return " ".join(words) or run.record["experiment"]

@@ -1,0 +1,205 @@
+"""A sweep: its jobs, which of them are left to train, and training them on the launcher that was chosen."""
+
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from cosinegate.cli import one_line
+from cosinegate.config import identity, run_folder, validate
+from cosinegate.errors import UserError
+from cosinegate.files import write_atomically
+from cosinegate.record import read_record
+
+SWEEPS = ".sweeps"  # in runs_dir: what each sweep's jobs were
+
+
+@dataclass
+class Job:
+    """One run of a sweep."""
+
+    overrides: list[str]
+    label: str  # what sets it apart from the others
+    number: int = 0  # from 1
+    config: DictConfig | None = None  # none where it cannot be composed
+    error: str | None = None  # why it did not finish
+
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.config)
+
+    def record(self) -> dict[str, Any] | None:
+        try:
+            return read_record(self.folder)
+        except UserError:
+            return None  # the job itself says what is wrong with it
+
+    def is_finished(self) -> bool:
+        record = self.record()
+        return record is not None and record["status"] == "finished"
+
+    def epochs_done(self) -> int:
+        record = self.record()
+        return record["epochs"]["done"] if record else 0
+
+    def epochs_left(self) -> int:
+        return self.config.trainer.max_epochs - self.epochs_done()
+
+
+def plan(
+    loader: ConfigLoader, master: DictConfig, params: dict[str, Any], points: list[list[str]], arguments: list[str]
+) -> list[Job]:
+    """Every combination of the grid and of each point, with every combination of the command line's values.
+
+    A key on the command line takes the place of the sweep's own. Jobs that would be the same run are one job.
+    """
+    parser = OverridesParser.create(config_loader=loader)
+    command = parser.parse_overrides(arguments)
+    asked = {override.key_or_group for override in command}
+    grid = [_axes(parser, params)] if params or not points else []
+    variants = []
+    for axes in [*grid, *map(parser.parse_overrides, points)]:
+        variants += itertools.product(*(_values(axis) for axis in axes if axis.key_or_group not in asked))
+    jobs = []
+    for own in variants:
+        for fixed in itertools.product(*map(_values, command)):
+            swept = [value for value, override in zip(fixed, command, strict=True) if override.is_sweep_override()]
+            jobs.append(Job([*fixed, *own], " ".join([*own, *swept])))
+    for job in jobs:
+        try:
+            job.config = _task_config(loader.load_sweep_config(master, job.overrides))
+            validate(job.config)
+        except (HydraException, OmegaConfBaseException, UserError) as error:
+            job.error = one_line(error)
+    if jobs and all(job.error for job in jobs) and len({job.error for job in jobs}) == 1:
+        raise UserError(jobs[0].error)
+    jobs = _distinct(jobs)
+    for number, job in enumerate(jobs, 1):
+        job.number = number
+    return jobs
+
+
+def _axes(parser: OverridesParser, params: dict[str, Any]) -> list[Override]:
+    for key, value in params.items():
+        if value in (None, ""):
+            raise UserError(f"hydra.sweeper.params.{key}: an empty grid")
+    return parser.parse_overrides([f"{key}={value}" for key, value in params.items()])
+
+
+def _values(override: Override) -> list[str]:
+    """The overrides that one of the command line's stands for."""
+    if not override.is_sweep_override():
+        return [override.input_line]
+    if not override.is_discrete_sweep():
+        raise UserError(f"{override.input_line}: not a list of values; src/search.py searches in an interval")
+    values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    if not values:
+        raise UserError(f"{override.input_line}: an empty grid")
+    return values
+
+
+def _task_config(config: DictConfig) -> DictConfig:
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _distinct(jobs: list[Job]) -> list[Job]:
+    """The last of jobs that compute the same: a point of the sweep may lie on its grid, under a name of its own."""
+    kept = {(identity(job.config), job.config.seed) if job.error is None else id(job): job for job in jobs}
+    return list(kept.values())
+
+
+def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig) -> None:
+    """Trains what is not finished. Ends with a table, a line for each failure and, if there is one, exit code 1."""
+    from cosinegate.analysis.report import show_runs
+    from cosinegate.analysis.runs import find_runs
+    from cosinegate.console import say
+    from cosinegate.progress import Progress
+
+    sound = [job for job in jobs if job.error is None]
+    left = [job for job in sound if not job.is_finished()]
+    name = write_manifest(sound) if sound else None
+    before = len(sound) - len(left)
+    say(f"{name or 'sweep'}: {len(jobs)} jobs, {before} finished before, {len(left)} to train")
+    for job in jobs:
+        if job.error:
+            say(f"job {job.number} of {len(jobs)} cannot run: {job.label}: {job.error}")
+    if left:
+        with Progress(jobs, left):
+            _launch(left, launcher, len(jobs), _shared_threads(launcher_config))
+    show_runs(find_runs([job.folder for job in sound if job.is_finished()], say))
+    if name is not None:
+        say(f"to draw them: python src/pareto.py sweep={name} runs_dir={sound[0].config.runs_dir}")
+    failed = [job for job in jobs if job.error is not None]
+    for job in failed:
+        print(f"error: job {job.number} of {len(jobs)} ({job.label}): {job.error}", file=sys.stderr)
+    if failed:
+        sys.exit(1)
+
+
+def write_manifest(jobs: list[Job]) -> str:
+    """Keeps which runs the sweep is made of, for `make pareto SWEEP=...`; gives the sweep's name."""
+    first = jobs[0].config
+    name = first.sweep or "multirun"
+    folder = Path(first.runs_dir) / SWEEPS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        runs = [{"folder": os.path.relpath(job.folder, first.runs_dir), "overrides": job.overrides} for job in jobs]
+        write_atomically(folder / f"{name}.json", json.dumps({"sweep": name, "runs": runs}, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"runs_dir = {first.runs_dir}: cannot be written: {error.strerror}") from error
+    return name
+
+
+def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None) -> None:
+    """Trains the jobs. A launcher that gives up (a worker was killed) is started again while the jobs get further."""
+    from cosinegate import console
+    from cosinegate.progress import wait_until_nobody_trains
+
+    while left:
+        reached = [job.epochs_done() for job in left]
+        try:
+            returns = launcher.launch([[*job.overrides, *_for_a_job(job, total, threads)] for job in left], 0)
+        except Exception as error:
+            wait_until_nobody_trains([job.folder for job in left])
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            stuck = reached == [job.epochs_done() for job in left]
+            left = [job for job in left if not job.is_finished()]
+            if stuck:
+                for job in left:
+                    job.error = f"the launcher gave up: {words}"
+                return
+            console.say(f"the launcher gave up ({words}): starting the {len(left)} jobs that are left again")
+            continue
+        for job, result in zip(left, returns, strict=True):
+            if result.status is not JobStatus.COMPLETED:
+                job.error = one_line(result._return_value)
+        return
+
+
+def _for_a_job(job: Job, total: int, threads: int | None) -> list[str]:
+    """What a job of a sweep is told beside its own overrides: nothing that changes what it computes."""
+    words = [f"hydra.job.name='job {job.number} of {total}'", "trainer.enable_progress_bar=false"]
+    return words if threads is None or job.config.threads is not None else [*words, f"threads={threads}"]
+
+
+def _shared_threads(launcher: DictConfig) -> int | None:
+    """How many threads a job gets where several run beside each other."""
+    if launcher.get("n_jobs") is not None:
+        import joblib
+
+        return max(1, joblib.cpu_count() // joblib.effective_n_jobs(launcher.n_jobs))
+    return launcher.get("cpus_per_task")

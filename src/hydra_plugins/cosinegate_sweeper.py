@@ -1,0 +1,30 @@
+"""Where Hydra looks for a sweeper. What it does is in `cosinegate.sweep`."""
+
+from typing import Any
+
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+
+class CosineGateSweeper(Sweeper):
+    """A grid and single points beside it, on any launcher; finished jobs are skipped, failed ones stop nothing."""
+
+    def __init__(self, params: dict[str, Any] | None, points: list[list[str]] | None) -> None:
+        self.params = OmegaConf.to_container(params) if OmegaConf.is_config(params) else params or {}
+        self.points = OmegaConf.to_container(points) if OmegaConf.is_config(points) else points or []
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+        self.hydra_context = hydra_context
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        from cosinegate import sweep  # not before it is needed: Hydra imports every plugin at every start
+
+        loader = self.hydra_context.config_loader
+        jobs = sweep.plan(loader, self.config, self.params, self.points, arguments)
+        sweep.run(jobs, self.launcher, self.config.hydra.launcher)

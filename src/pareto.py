@@ -1,0 +1,19 @@
+"""Accuracy against compute over all runs, into results/pareto: `python src/pareto.py`, or `make pareto`."""
+
+import sys
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require
+
+
+def task(config: DictConfig) -> None:
+    require(config)
+    from cosinegate.analysis.report import pareto
+
+    pareto(config, " ".join(sys.argv))
+
+
+if __name__ == "__main__":
+    cli.run(task, "pareto")
