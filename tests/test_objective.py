@@ -8,7 +8,8 @@ from conftest import config
 from cosinegate import relaxation
 from cosinegate.build import build_module
 from cosinegate.networks import Output, Routing
-from cosinegate.objective import Objective, over_processes, prog
+from cosinegate.objective import Objective, prog
+from cosinegate.processes import over_processes
 
 
 @pytest.mark.parametrize("polarity", ["paper", "novelty"])
@@ -26,7 +27,7 @@ def test_network_and_objective_equal_algorithm_1_with_their_gradients(monkeypatc
     targets = torch.tensor([1, 7, 4])
     uniforms = torch.rand(3, 3, 2, generator=rng, dtype=torch.float64)
     noise = iter([torch.tensor([gumbel(b) - gumbel(a) for a, b in block]) for block in uniforms.tolist()])
-    monkeypatch.setattr(relaxation, "gumbel_difference", lambda like: next(noise).to(like))
+    monkeypatch.setattr(relaxation, "gumbel_difference", lambda like, share=None: next(noise).to(like))
     objective.prog = prog(3, 4)
 
     output = network(images)

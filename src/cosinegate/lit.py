@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from cosinegate.config import OptimizerConfig
@@ -34,6 +35,7 @@ class LitCosineGate(L.LightningModule):
                 for stage in ("train", "val", "test")
             }
         )
+        self.loss = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in ("val", "test")})
 
     def forward(self, images: Tensor) -> Output:
         return self.network(images)
@@ -45,7 +47,8 @@ class LitCosineGate(L.LightningModule):
         self._log_accuracy("train", output, target)
         names = {"train/loss": losses.total, "train/loss_ce": losses.ce}
         names |= {"train/loss_cons": losses.cons, "train/loss_flops": losses.flops}
-        self.log_dict(names, on_step=False, on_epoch=True, batch_size=len(target), sync_dist=True)
+        total = len(target) if self.objective.share is None else self.objective.share.total
+        self.log_dict(names, on_step=False, on_epoch=True, batch_size=total, sync_dist=True)
         self.log("loss", losses.total, prog_bar=True, logger=False)
         return {"loss": losses.total, "output": _detached(output)}
 
@@ -59,8 +62,9 @@ class LitCosineGate(L.LightningModule):
         images, target = batch
         output = self.network(images)
         self._log_accuracy(stage, output, target)
-        loss = nn.functional.cross_entropy(output.logits, target)
-        self.log(f"{stage}/loss", loss, batch_size=len(target), sync_dist=True)
+        metric = self.loss[f"{stage}_loss"]
+        metric.update(nn.functional.cross_entropy(output.logits, target), len(target))
+        self.log(f"{stage}/loss", metric, on_step=False, on_epoch=True, batch_size=len(target))
         return output
 
     def _log_accuracy(self, stage: str, output: Output, target: Tensor) -> None:

@@ -6,11 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate.choices import Annealing
+from cosinegate.processes import Share
 
 
-def gumbel_difference(like: Tensor) -> Tensor:
-    """g_1 - g_0 of two independent Gumbel samples: a logistic variable, which takes one uniform sample, not two."""
-    return torch.logit(torch.rand_like(like), eps=1e-6)
+def gumbel_difference(like: Tensor, share: Share | None = None) -> Tensor:
+    """g_1 - g_0 of two independent Gumbel samples: a logistic variable, which takes one uniform sample, not two.
+
+    With a `share` of a global batch (B,), all processes draw for the whole of it and each takes its part.
+    """
+    if share is None:
+        return torch.logit(torch.rand_like(like), eps=1e-6)
+    return torch.logit(torch.rand(share.total, dtype=like.dtype, device=like.device), eps=1e-6)[
+        share.start : share.stop
+    ]
 
 
 def relax(logit: Tensor, noise: Tensor | float, temperature: float, hard: bool) -> Tensor:
@@ -39,7 +47,7 @@ def anneal(annealing: Annealing, start: float, end: float, progress: float) -> f
 
 
 class Relaxation(nn.Module):
-    """One for all gates of a network. A callback moves `temperature` and `noisy`; evaluation never looks at them."""
+    """One for all gates of a network. Callbacks move what training looks at; evaluation never looks at it."""
 
     def __init__(self, temperature: float, hard: bool, threshold: float) -> None:
         super().__init__()
@@ -47,11 +55,12 @@ class Relaxation(nn.Module):
         self.hard = hard
         self.threshold = threshold
         self.noisy = True
+        self.share: Share | None = None
 
     def forward(self, logit: Tensor) -> Tensor:
         if not self.training:
             return threshold_gate(logit, self.threshold)
-        noise = gumbel_difference(logit) if self.noisy else 0.0
+        noise = gumbel_difference(logit, self.share) if self.noisy else 0.0
         return relax(logit, noise, self.temperature, self.hard)
 
     def extra_repr(self) -> str:

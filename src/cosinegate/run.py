@@ -24,7 +24,7 @@ from cosinegate.callbacks.console import EpochLine
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
 from cosinegate.callbacks.run_record import RunRecord
-from cosinegate.callbacks.schedule import Anneal, Reseed, Warmup
+from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, Warmup
 from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
 from cosinegate.config import identity, run_folder, validate
@@ -36,6 +36,7 @@ from cosinegate.loggers import MetricsCSV
 from cosinegate.memory import keep_freed_memory
 from cosinegate.record import read_record
 from cosinegate.routing import RoutingSummary
+from cosinegate.sync_batchnorm import SyncBatchNorm
 
 
 def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     metrics = MetricsCSV(folder)
     statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
     record = RunRecord(folder, metrics, facts)
-    schedule = [Reseed(config.seed), Warmup(config.objective), Anneal(config.gate.relaxation)]
+    schedule = [Reseed(config.seed), ShareOut(), Warmup(config.objective), Anneal(config.gate.relaxation)]
     kept = [statistics, executed, record, EpochLine(job), *checkpoints(folder)]
     trainer = build_trainer(config, [*schedule, *kept], metrics)
     _check_devices(config, trainer, job)
@@ -110,7 +111,8 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
     arguments["enable_progress_bar"] &= sys.stdout.isatty()  # a log gets EpochLine's lines alone
     if not arguments["enable_progress_bar"]:
         extra = [callback for callback in extra if not isinstance(callback, L.callbacks.ProgressBar)]
-    arguments |= {"callbacks": callbacks + extra, "logger": loggers or False, "plugins": [AtomicCheckpoints()]}
+    plugins = [AtomicCheckpoints(), *([SyncBatchNorm()] if config.trainer.sync_batchnorm else [])]
+    arguments |= {"callbacks": callbacks + extra, "logger": loggers or False, "plugins": plugins}
     try:
         return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:

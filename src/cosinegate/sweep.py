@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.cli import one_line
@@ -81,6 +81,7 @@ def plan(
         try:
             job.config = _task_config(loader.load_sweep_config(master, job.overrides))
             validate(job.config)
+            _check_devices(job.config.trainer)
         except (HydraException, OmegaConfBaseException, UserError) as error:
             job.error = one_line(error)
     if jobs and all(job.error for job in jobs) and len({job.error for job in jobs}) == 1:
@@ -108,6 +109,17 @@ def _values(override: Override) -> list[str]:
     if not values:
         raise UserError(f"{override.input_line}: an empty grid")
     return values
+
+
+def _check_devices(trainer: DictConfig) -> None:
+    """Lightning's processes would each start the whole sweep again. What `auto` comes to the job itself finds out."""
+    devices = trainer.devices
+    if (
+        trainer.num_nodes > 1
+        or (isinstance(devices, int) and devices > 1)
+        or (OmegaConf.is_list(devices) and len(devices) > 1)
+    ):
+        raise UserError(f"trainer.devices = {devices}: a multirun trains every job on one device")
 
 
 def _task_config(config: DictConfig) -> DictConfig:

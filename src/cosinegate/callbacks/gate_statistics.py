@@ -35,7 +35,9 @@ class GateStatistics(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         if self.count == 0:
             return
-        relaxed = self.sum / self.count
+        sums = torch.cat((self.sum, self.sum.new_tensor([self.count])))
+        sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        relaxed = sums[:-1] / sums[-1]
         names = {f"gates/relaxed_block_{i:02d}": value for i, value in enumerate(relaxed)}
         pl_module.log_dict(names | {"gates/relaxed_mean": relaxed.mean()}, sync_dist=True)
 

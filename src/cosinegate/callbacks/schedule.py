@@ -1,4 +1,4 @@
-"""What moves with time: prog(t), the gates' temperature and noise, and the seed of every epoch."""
+"""What moves with time: prog(t), the gates' temperature and noise, the seed of every epoch, the share of a batch."""
 
 from typing import Any
 
@@ -40,20 +40,33 @@ class Anneal(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         config = self.config
-        relaxations = [module for module in pl_module.network.modules() if isinstance(module, Relaxation)]
         progress = trainer.current_epoch / max(1, trainer.max_epochs - 1)  # 0 in the first epoch, 1 in the last
-        for relaxation in relaxations:
+        for relaxation in _relaxations(pl_module):
             relaxation.temperature = anneal(config.annealing, config.temperature, config.temperature_end, progress)
             relaxation.noisy = trainer.current_epoch < config.noise_until * trainer.max_epochs
             pl_module.log("schedule/temperature", relaxation.temperature, on_step=False, on_epoch=True, sync_dist=True)
 
 
 class Reseed(L.Callback):
-    """Seeds every epoch by (seed, epoch, process), so that a stopped run draws the noise it would have drawn."""
+    """Seeds every epoch by (seed, epoch), so that a stopped run draws the noise it would have drawn."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        place = (self.seed * 1_000_003 + trainer.current_epoch) * 1_009 + trainer.global_rank
+        place = (self.seed * 1_000_003 + trainer.current_epoch) * 1_009
         torch.manual_seed(place % 2**63)
+
+
+class ShareOut(L.Callback):
+    """Tells the loss and the gates which part of the global batch this process has, where there are several."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
+        if trainer.world_size > 1:
+            pl_module.objective.share = share = trainer.train_dataloader.share(batch_idx)
+            for relaxation in _relaxations(pl_module):
+                relaxation.share = share
+
+
+def _relaxations(module: LitCosineGate) -> list[Relaxation]:
+    return [part for part in module.network.modules() if isinstance(part, Relaxation)]

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cosinegate.processes import Share
+
 
 class Augmentation(NamedTuple):
     """Random crop out of an image padded with black, and random horizontal flip."""
@@ -93,6 +95,13 @@ class TrainLoader:
         whole, rest = divmod(len(self.labels), self.batch_size)
         return whole + (not self.drop_last and rest >= self.world_size)  # no process may be left without an image
 
+    def share(self, step: int) -> Share:
+        """Which part of this step's global batch is this process's; the first ones take what is left over."""
+        total = min(self.batch_size, len(self.labels) - step * self.batch_size)
+        size, longer = divmod(total, self.world_size)
+        start = self.rank * size + min(self.rank, longer)
+        return Share(total, start, start + size + (self.rank < longer), self.world_size)
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.padded.device
         drawn = self.sampler.draw()
@@ -104,9 +113,9 @@ class TrainLoader:
         integer = torch.int32 if pixels < 2**31 else torch.int64  # half the bytes to read where it can be
         down = torch.arange(height, device=device, dtype=integer) * columns
         for step in range(len(self)):
-            share = slice(step * self.batch_size, (step + 1) * self.batch_size)
-            mine = (part[share].tensor_split(self.world_size)[self.rank].to(device, integer) for part in drawn)
-            index, corner, flipped = mine
+            share = self.share(step)
+            mine = slice(step * self.batch_size + share.start, step * self.batch_size + share.stop)
+            index, corner, flipped = (part[mine].to(device, integer) for part in drawn)
             image = index + flipped * len(self.labels)
             top, left = corner[:, 0], torch.where(flipped == 1, columns - width - corner[:, 1], corner[:, 1])
             where = ((image * rows + top) * columns + left)[:, None] + down  # (B, H) the first pixel of every line
