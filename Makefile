@@ -3,9 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXPERIMENT ?= conservative
 DATA ?= cifar10
+SWEEP ?=
+RUNS ?= runs
+X ?= counted
 ARGS ?=
 
-.PHONY: help setup quickstart train data test test-data lint bench clean
+.PHONY: help setup quickstart train data pareto test test-data bench clean
+
+comma := ,
+space := $(subst ,, )
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +33,14 @@ train: setup ## train an experiment: make train EXPERIMENT=balanced ARGS='seed=1
 
 data: setup ## fetch and verify a data set ahead: make data DATA=cifar10
 	$(BIN)/python -m cosinegate.data $(DATA) $(ARGS)
+
+pareto: setup ## draw the frontier of RUNS='runs ...'; SWEEP=quick trains what is missing first; X=executed
+ifeq ($(SWEEP),)
+	$(BIN)/python src/pareto.py 'runs=[$(subst $(space),$(comma),$(strip $(RUNS)))]' x=$(X) $(ARGS)
+else
+	$(BIN)/python src/train.py -m +sweeps=$(SWEEP) $(ARGS); trained=$$?; [ $$trained -le 1 ] || exit $$trained; \
+	$(BIN)/python src/pareto.py sweep=$(SWEEP) x=$(X) && exit $$trained
+endif
 
 test: setup ## lint, and every test that needs no download
 	$(BIN)/ruff check src tests

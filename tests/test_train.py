@@ -12,12 +12,13 @@ from conftest import ROOT, assert_one_line, config, process
 
 from cosinegate.build import build_module
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
+from cosinegate.config import run_folder
 from cosinegate.data.loader import EpochOrder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import accuracies, read_metrics, read_record
-from cosinegate.run import run_folder, train
+from cosinegate.run import train
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 SHORT = ["data=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
@@ -384,22 +385,6 @@ def test_a_multirun_trains_every_job_in_a_wandb_run_of_its_own(tmp_path):
         (run,) = (folder / "wandb").glob("offline-run-*/*.wandb")
         assert run.stem == f"run-digits-{folder.name}"
         assert list((folder / "tensorboard").glob("events*"))
-
-
-def test_several_devices_in_a_multirun_are_refused(tmp_path):
-    done = process("src/train.py", "-m", "+experiment=digits", "seed=0,1", "trainer=ddp", f"runs_dir={tmp_path}")
-    assert_one_line(done, "trainer.devices", "multirun")
-
-
-def test_two_devices_share_a_run_and_leave_one_record(tmp_path):
-    overrides = ["+experiment=digits", "trainer=ddp", "trainer.accelerator=cpu", *SHORT, f"runs_dir={tmp_path}"]
-    done = process("src/train.py", *overrides)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "digits").iterdir()
-    assert read_record(folder)["status"] == "finished"
-    assert sorted(read_metrics(folder)) == [1, 2]
-    assert done.stdout.count("test accuracy") == 1
-    assert "Traceback" not in done.stderr
 
 
 def test_the_folder_follows_from_the_config_and_the_seed():

@@ -65,3 +65,10 @@ class Cost(Enum):
     counted = "counted"  # the mean gate, as the paper counts
     executed = "executed"  # FLOPs that ran, over the dense network's
     latency = "latency"  # measured milliseconds an image
+
+
+class Sampler(Enum):
+    """How a search chooses the next place."""
+
+    nsga2 = "nsga2"
+    tpe = "tpe"

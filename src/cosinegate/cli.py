@@ -19,6 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
+from cosinegate.orphans import end_with
 
 CONF = Path(__file__).parents[2] / "conf"
 EXIT_MISTAKE = 2
@@ -29,17 +30,21 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     """Composes `conf/<config_name>.yaml` with the command line and hands it to the task."""
 
     def guarded(config: DictConfig) -> Any:
+        if current_job() is not None and "joblib" in HydraConfig.get().launcher._target_:
+            end_with(os.getppid())
         try:
             return task(config)
         except KeyboardInterrupt:
             _end_interrupted()
         except Exception as error:
             if current_job() is not None:  # the launcher keeps it and goes on with the next job
-                raise UserError(_kept(error, config)) from None
+                raise UserError(why_it_ended(error, config)) from None
             if isinstance(error, UserError | OmegaConfBaseException):
                 _end(error)
             raise
 
+    if "+sweeps=wandb" in sys.argv:
+        _end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
     asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
     try:
@@ -60,7 +65,7 @@ def current_job() -> str | None:
     return hydra_config.job.name if hydra_config.mode is RunMode.MULTIRUN else None
 
 
-def _kept(error: Exception, config: DictConfig) -> str:
+def why_it_ended(error: Exception, config: DictConfig) -> str:
     """One line of what ended a job. Of what no person did wrong the run's folder keeps the rest."""
     if isinstance(error, UserError | HydraException | OmegaConfBaseException):
         return one_line(error)

@@ -11,7 +11,18 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from cosinegate.choices import Annealing, Checkpoint, Cost, Dataset, GateKind, Polarity, Shortcut, Validation, Weighting
+from cosinegate.choices import (
+    Annealing,
+    Checkpoint,
+    Cost,
+    Dataset,
+    GateKind,
+    Polarity,
+    Sampler,
+    Shortcut,
+    Validation,
+    Weighting,
+)
 from cosinegate.errors import UserError
 
 
@@ -139,6 +150,29 @@ class Config:
 
 
 @dataclass
+class RangeConfig:
+    key: str = MISSING  # of the training config
+    low: float = MISSING
+    high: float = MISSING
+    log: bool = MISSING
+
+
+@dataclass
+class SearchOptions:
+    study: str | None = None
+    trials: int = MISSING
+    sampler: Sampler = MISSING
+    population: int = MISSING
+    cost: Cost = MISSING
+    space: dict[str, RangeConfig] = MISSING
+
+
+@dataclass
+class SearchConfig(Config):
+    search: SearchOptions = MISSING
+
+
+@dataclass
 class EvaluateConfig:
     run: str = MISSING
     checkpoint: Checkpoint = MISSING
@@ -174,6 +208,7 @@ class ParetoConfig:
 ConfigStore.instance().store(name="schema", node=Config)
 ConfigStore.instance().store(name="evaluate_schema", node=EvaluateConfig)
 ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
+ConfigStore.instance().store(name="search_schema", node=SearchConfig)
 ConfigStore.instance().store(name="pareto_schema", node=ParetoConfig)
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.

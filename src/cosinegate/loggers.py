@@ -1,6 +1,7 @@
 """Where metrics go: always metrics.csv in the run's folder; W&B where it is asked for, offline without an account."""
 
 import os
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,24 @@ class MetricsCSV(Logger):
             self.changed = False
 
 
-def wandb_logger(mode: str, run_dir: str, **kwargs: Any) -> WandbLogger:
-    """`mode: auto` is online where wandb has an account's key and offline elsewhere. A resumed run keeps its id."""
+def wandb_logger(
+    mode: str, run_dir: str, project: str, group: str, tags: list[str], sweep: str | None, **kwargs: Any
+) -> WandbLogger:
+    """`mode: auto` is online where wandb has an account's key and offline elsewhere. A resumed run keeps its id.
+
+    The jobs of a sweep are a group under its name.
+    """
     if mode not in WANDB_MODES:
         raise UserError(f"logger.wandb.mode = {mode}: must be one of {', '.join(WANDB_MODES)}")
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_account() else "offline")
     folder = Path(run_dir)
     run_id = f"{folder.parent.name}-{folder.name}"
-    return WandbLogger(name=run_id, id=run_id, save_dir=run_dir, mode=mode, resume="allow", **kwargs)
+    if "WANDB_SWEEP_ID" not in os.environ:  # an agent of a W&B sweep has its own
+        kwargs |= {"id": run_id, "project": project}
+    words = [tag.name if isinstance(tag, Enum) else tag for tag in tags]  # an interpolated choice is no word yet
+    kwargs |= {"group": sweep or group, "tags": list(dict.fromkeys([*words, *([sweep] if sweep else [])]))}
+    return WandbLogger(name=run_id, save_dir=run_dir, mode=mode, resume="allow", **kwargs)
 
 
 def _has_account() -> bool:

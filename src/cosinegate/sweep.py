@@ -4,10 +4,12 @@ import itertools
 import json
 import os
 import sys
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import joblib
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -151,9 +153,10 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig) -> Non
             say(f"job {job.number} of {len(jobs)} cannot run: {job.label}: {job.error}")
     if left:
         with Progress(jobs, left):
-            _launch(left, launcher, len(jobs), _shared_threads(launcher_config))
-    show_runs(find_runs([job.folder for job in sound if job.is_finished()], say))
-    if name is not None:
+            _launch(left, launcher, len(jobs), _shared_threads(launcher_config, len(left)))
+    finished = [job.folder for job in sound if job.is_finished()]
+    show_runs(find_runs(finished, say))
+    if finished:
         say(f"to draw them: python src/pareto.py sweep={name} runs_dir={sound[0].config.runs_dir}")
     failed = [job for job in jobs if job.error is not None]
     for job in failed:
@@ -181,6 +184,7 @@ def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None
     from cosinegate import console
     from cosinegate.progress import wait_until_nobody_trains
 
+    chances = 1  # without getting further; a worker may die before its first epoch is over
     while left:
         reached = [job.epochs_done() for job in left]
         try:
@@ -190,7 +194,8 @@ def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None
             words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             stuck = reached == [job.epochs_done() for job in left]
             left = [job for job in left if not job.is_finished()]
-            if stuck:
+            chances -= stuck
+            if stuck and (chances < 0 or not isinstance(error, BrokenExecutor)):
                 for job in left:
                     job.error = f"the launcher gave up: {words}"
                 return
@@ -208,10 +213,14 @@ def _for_a_job(job: Job, total: int, threads: int | None) -> list[str]:
     return words if threads is None or job.config.threads is not None else [*words, f"threads={threads}"]
 
 
-def _shared_threads(launcher: DictConfig) -> int | None:
-    """How many threads a job gets where several run beside each other."""
+def _shared_threads(launcher: DictConfig, jobs: int) -> int | None:
+    """How many threads a job gets where several run beside each other; None where it is alone."""
     if launcher.get("n_jobs") is not None:
-        import joblib
-
-        return max(1, joblib.cpu_count() // joblib.effective_n_jobs(launcher.n_jobs))
-    return launcher.get("cpus_per_task")
+        beside = joblib.effective_n_jobs(launcher.n_jobs)
+    elif launcher.get("cpus_per_task") is not None:
+        return launcher.cpus_per_task
+    elif launcher._target_.endswith("LocalLauncher"):
+        beside = jobs  # submitit starts them all at once
+    else:
+        return None
+    return max(1, joblib.cpu_count() // min(beside, jobs))

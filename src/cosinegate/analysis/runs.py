@@ -143,5 +143,9 @@ def _label(run: Run, varying: list[str], named: bool) -> str:
     shown = [key for key in varying if not (dense and key.startswith(("gate.", "objective.")))]
     words = [run.record["experiment"]] if named else []
     words += ["dense"] if dense else []
-    words += [f"{SYMBOLS.get(key, key)}={run.settings.get(key)}" for key in shown if key != "gate.kind"]
+    words += [f"{SYMBOLS.get(key, key)}={_short(run.settings.get(key))}" for key in shown if key != "gate.kind"]
     return " ".join(words) or run.record["experiment"]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

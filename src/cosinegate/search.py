@@ -1,0 +1,161 @@
+"""Multi-objective search with optuna: the most accuracy for the least compute. Every trial is an ordinary run.
+
+The study lies in SQLite beside the sweeps. A search that was stopped goes on with the trial it was in, tries failed
+trials once more and then asks for new ones. No trial is pruned.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from omegaconf import DictConfig, OmegaConf
+from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from cosinegate.analysis.report import show_runs
+from cosinegate.analysis.runs import COSTS, find_runs
+from cosinegate.choices import Sampler, Validation
+from cosinegate.cli import why_it_ended
+from cosinegate.config import identity, primitives, validate
+from cosinegate.console import clock, percent, say
+from cosinegate.errors import UserError
+from cosinegate.lock import locked
+from cosinegate.run import train
+from cosinegate.sweep import SWEEPS, Job, write_manifest
+
+
+def search(config: DictConfig) -> None:
+    """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
+    options = config.search
+    base = OmegaConf.masked_copy(config, [key for key in config if key != "search"])
+    space = Space(options.space, base)
+    asked = _fingerprint(base, options)
+    base.sweep = options.study or f"search-{asked}"
+    folder = Path(base.runs_dir) / SWEEPS / base.sweep
+    with locked(folder, wait=False):
+        study = _open(folder / "study.db", base.sweep, asked)
+        failures = _run_trials(study, space, base, options)
+        _show(study, space, base)
+    for line in failures:
+        print(f"error: {line}", file=sys.stderr)
+    if failures:
+        sys.exit(1)
+
+
+@dataclass
+class Space:
+    """What is varied, and between which values."""
+
+    nodes: DictConfig
+    base: DictConfig
+
+    def __post_init__(self) -> None:
+        self.distributions = {name: self._distribution(name) for name in self.nodes}
+        for edge in ("low", "high"):
+            try:
+                validate(self.place({name: getattr(part, edge) for name, part in self.distributions.items()}))
+            except UserError as error:
+                raise UserError(f"search.space, at its {edge} edge: {error}") from error
+
+    def _distribution(self, name: str) -> BaseDistribution:
+        node, now = self.nodes[name], OmegaConf.select(self.base, self.nodes[name].key)
+        if not isinstance(now, int | float) or isinstance(now, bool):
+            raise UserError(f"search.space.{name}.key = {node.key}: not the key of a number")
+        kind = IntDistribution if isinstance(now, int) else FloatDistribution
+        try:
+            return kind(type(now)(node.low), type(now)(node.high), log=node.log)
+        except ValueError as error:
+            raise UserError(f"search.space.{name}: {error}") from error
+
+    def place(self, params: dict[str, Any]) -> DictConfig:
+        """The config of a run at this place."""
+        config = self.base.copy()
+        for name, value in params.items():
+            OmegaConf.update(config, self.nodes[name].key, value)
+        return config
+
+
+def _fingerprint(base: DictConfig, options: DictConfig) -> str:
+    """What two searches share when their trials can lie in one study."""
+    content = [identity(base), base.seed, primitives(options)["space"], options.cost.name]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _open(path: Path, name: str, asked: str) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        study = optuna.create_study(
+            storage=f"sqlite:///{path}", study_name=name, directions=["maximize", "minimize"], load_if_exists=True
+        )
+        if study.user_attrs.setdefault("asked", asked) != asked:
+            raise UserError(f"search.study = {name}: holds another search ({path}); choose another name")
+        study.set_user_attr("asked", asked)
+    except (optuna.exceptions.OptunaError, OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be used: {' '.join(str(error).split())[:200]}") from error
+    return study
+
+
+def _sampler(options: DictConfig, seed: int) -> optuna.samplers.BaseSampler:
+    if options.sampler is Sampler.tpe:
+        return optuna.samplers.TPESampler(seed=seed)
+    return optuna.samplers.NSGAIISampler(seed=seed, population_size=options.population)
+
+
+def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: DictConfig) -> list[str]:
+    """A line for each trial that failed."""
+    stopped = study.get_trials(states=(TrialState.RUNNING,))
+    again = {trial.user_attrs.get("again") for trial in study.trials}
+    for trial in study.get_trials(states=(TrialState.FAIL,)):
+        if trial.number not in again:
+            study.enqueue_trial(trial.params, user_attrs={"again": trial.number})
+    finished = len(study.get_trials(states=(TrialState.COMPLETE,)))
+    say(f"{base.sweep}: {finished} of {options.trials} trials finished before")
+    failures, begin = [], time.monotonic()
+    left = options.trials - finished
+    for count in range(left):
+        study.sampler = _sampler(options, base.seed + len(study.trials))  # a new one a trial: a restart changes nothing
+        trial = stopped.pop() if stopped else study.ask(space.distributions)
+        words = " ".join(f"{name}={value:.4g}" for name, value in trial.params.items())
+        name = f"trial {trial.number + 1}"
+        each = (time.monotonic() - begin) / max(count, 1)
+        pace = f"{clock(each * (left - count))} left" if count else "time left not known yet"
+        say(f"{name} starts: {words}  [{finished} of {options.trials} finished, {pace}]")
+        config = space.place(trial.params)
+        try:
+            record = train(config, name)
+        except Exception as error:
+            study.tell(trial.number, state=TrialState.FAIL)
+            failures.append(f"{name} ({words}): {why_it_ended(error, config)}")
+            say(f"{name} failed")
+            continue
+        finished += 1
+        accuracy, cost = _accuracy(record), COSTS[options.cost.name](record)
+        study.tell(trial.number, [accuracy, cost])
+        say(f"{name} finished with {percent(accuracy)}, {options.cost.name} {cost:.3f}")
+    return failures
+
+
+def _accuracy(record: dict[str, Any]) -> float:
+    """On the images that the run validates on: never the test set, unless the config validates there."""
+    return record["accuracy"]["best" if record["selected_on"] == Validation.holdout.name else "last"]
+
+
+def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
+    trials = study.get_trials(states=(TrialState.COMPLETE,))
+    jobs = [_job(trial, space) for trial in trials]
+    if jobs:
+        write_manifest(jobs)
+        show_runs(find_runs([job.folder for job in jobs], say))
+        best = sorted(trial.number + 1 for trial in study.best_trials)
+        say(f"on the frontier of what was searched for: trials {', '.join(map(str, best))} of {base.sweep}")
+        say(f"to draw them: python src/pareto.py sweep={base.sweep} runs_dir={base.runs_dir}")
+
+
+def _job(trial: FrozenTrial, space: Space) -> Job:
+    words = [f"{space.nodes[name].key}={value}" for name, value in trial.params.items()]
+    return Job(words, " ".join(words), trial.number + 1, space.place(trial.params))

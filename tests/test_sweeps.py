@@ -1,0 +1,294 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import BrokenExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, assert_one_line, process
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from wandb.sdk.launch.sweeps import utils as wandb_sweeps
+
+from cosinegate import cli, sweep
+from cosinegate.config import identity, leaves, primitives
+from cosinegate.errors import UserError
+from cosinegate.loggers import wandb_logger
+from cosinegate.record import read_metrics, read_record, write_record
+
+SHORT = ["+experiment=digits", "trainer.max_epochs=3", "trainer.limit_train_batches=4"]
+
+
+def plan(*arguments: str) -> list[sweep.Job]:
+    """The jobs of `python src/train.py -m <arguments>`."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("train", list(arguments), run_mode=RunMode.MULTIRUN)
+        node = OmegaConf.to_container(master.hydra.sweeper)
+        return sweep.plan(loader, master, node["params"], node["points"], list(master.hydra.overrides.task))
+
+
+def differences(a: sweep.Job, b: sweep.Job) -> set[str]:
+    first, second = (dict(leaves(primitives(job.config))) for job in (a, b))
+    return {key for key in first if first[key] != second[key]}
+
+
+def results(runs: Path) -> dict[str, object]:
+    """What a run computed, by its folder: the record without times, and the metrics without speed."""
+    found = {}
+    for path in runs.glob("*/*/record.json"):
+        record = json.loads(path.read_text())
+        kept = {key: record[key] for key in ("status", "epochs", "accuracy", "mean_gate", "flops", "blocks_open")}
+        rows = read_metrics(path.parent)
+        for row in rows.values():
+            del row["speed/images_per_second"]
+        found[f"{path.parent.parent.name}/{path.parent.name}"] = (kept, rows)
+    return found
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen:
+    own = {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def until(condition, running: subprocess.Popen) -> None:
+    while not condition():
+        assert running.poll() is None, running.stdout.read().decode()
+        time.sleep(0.02)
+
+
+# what the files of sweeps/ ask for
+
+
+def test_pareto_is_a_grid_around_the_papers_three_and_holds_them():
+    jobs = plan("+sweeps=pareto")
+    named = {job.config.name: job.config.objective for job in jobs if job.config.name != "pareto"}
+    assert set(named) == {"aggressive", "balanced", "conservative", "resnet20"}
+    grid = {(job.config.objective.lambda_flops, job.config.objective.tau_target) for job in jobs}
+    assert grid >= {(x, y) for x in (1.5, 3, 5) for y in (0.5, 0.6, 0.7, 0.8)} | {(2.5, 0.72)}
+    assert len(jobs) == 15  # 12 + 4, and the grid's (3, 0.7) is `balanced` itself
+    assert len({identity(job.config) for job in jobs}) == 15
+    assert {job.config.sweep for job in jobs} == {"pareto"}
+
+
+def test_seeds_is_one_configuration_over_seeds():
+    jobs = plan("+sweeps=seeds", "+experiment=balanced")
+    assert [job.config.seed for job in jobs] == [0, 1, 2, 3, 4]
+    assert {(job.config.name, identity(job.config)) for job in jobs} == {("balanced", identity(jobs[0].config))}
+
+
+def test_quick_has_gated_and_dense_runs_with_the_same_seeds():
+    jobs = plan("+sweeps=quick")
+    assert {job.config.data.name.name for job in jobs} == {"digits"}
+    dense = [job for job in jobs if job.config.gate.kind.name == "none"]
+    assert [job.config.seed for job in dense] == [0, 1, 2]
+    assert len(jobs) == 21
+
+
+def test_ablation_changes_one_factor_at_a_time():
+    base, *others = plan("+sweeps=ablation", "+experiment=digits")
+    assert [differences(base, job) for job in others] == [
+        {"gate.polarity"},
+        {"gate.relaxation.hard"},
+        {"objective.lambda_cons"},
+        {"gate.controller.enabled"},
+        {"objective.warmup_epochs"},
+    ]
+    assert others[2].config.objective.lambda_cons == others[4].config.objective.warmup_epochs == 0
+
+
+def test_the_command_line_works_on_top_of_a_sweep():
+    jobs = plan("+sweeps=quick", "objective.tau_target=0.4,0.6", "seed=7", "trainer.max_epochs=1")
+    assert {job.config.objective.tau_target for job in jobs} == {0.4, 0.6}
+    assert {(job.config.seed, job.config.trainer.max_epochs) for job in jobs} == {(7, 1)}
+    assert len(jobs) == 2 * 2 + 2  # λ x τ, and the dense point with either τ
+
+
+def test_an_empty_grid_is_refused():
+    for arguments in (["seed=range(0,0)"], ["+sweeps=quick", "+hydra.sweeper.params.seed_=''"]):
+        with pytest.raises(UserError, match="an empty grid"):
+            plan(*arguments)
+
+
+BAD = [
+    (["+sweeps=nope"], ["sweeps/nope", "ablation pareto quick seeds"]),
+    (["+sweeps=wandb"], ["wandb sweep sweeps/wandb.yaml"]),
+    (["sweeps=quick"], ["+sweeps=quick"]),
+    (["+experiment=digits", "seed=range(0,0)"], ["seed=range(0,0)", "an empty grid"]),
+    (["+experiment=digits", "objective.tau=0.5,0.6"], ["objective.tau: no such key"]),
+    (["+experiment=digits", "objective.tau_target=interval(0,1)"], ["src/search.py"]),
+    (["+experiment=digits", "seed=0,1", "trainer=ddp"], ["trainer.devices = 2", "multirun"]),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
+def test_a_bad_sweep_ends_with_one_line_and_nothing_written(case, tmp_path):
+    arguments, fragments = case
+    assert_one_line(process("src/train.py", "-m", *arguments, f"runs_dir={tmp_path}/runs"), *fragments)
+    assert list(tmp_path.iterdir()) == []
+
+
+# running them
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """A sweep that nothing stopped: two jobs beside each other, through joblib."""
+    root = tmp_path_factory.mktemp("whole")
+    done = process("src/train.py", "-m", *SHORT, "seed=0,1,2", f"runs_dir={root}", "hydra/launcher=joblib")
+    assert done.returncode == 0, done.stderr
+    return root, done
+
+
+def test_joblib_trains_side_by_side_with_the_cores_shared_out(whole):
+    root, done = whole
+    for number in (1, 2, 3):
+        assert f"job {number} of 3 starts: seed={number - 1}" in done.stdout
+        assert f"job {number} of 3 finished with" in done.stdout
+    assert "[3 of 3 finished, 0:00:00 left]" in done.stdout
+    assert "★" in done.stdout
+    threads = {yaml.safe_load(path.read_text())["threads"] for path in root.glob("*/*/config.yaml")}
+    assert threads == {max(1, os.cpu_count() // min(os.cpu_count(), 3))}
+
+
+def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path):
+    command = ["src/train.py", "-m", *SHORT, "seed=0,1,2", "threads=1", f"runs_dir={tmp_path}"]
+
+    def epochs() -> int:
+        return sum(json.loads(path.read_text())["epochs"]["done"] for path in tmp_path.glob("*/*/record.json"))
+
+    for moment in (1, 5):  # in the first job and in the second
+        running = start(*command)
+        until(lambda moment=moment: epochs() >= moment, running)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    assert epochs() < 9
+    done = process(*command)
+    assert done.returncode == 0, done.stderr
+    assert "1 finished before, 2 to train" in done.stdout
+    assert "goes on after epoch" in done.stdout
+    assert results(tmp_path) == results(whole[0])
+
+
+def test_a_killed_parallel_sweep_leaves_no_process_behind(tmp_path):
+    command = ["src/train.py", "-m", *SHORT, "seed=0,1", f"runs_dir={tmp_path}", "hydra/launcher=joblib"]
+    running = start(*command, "trainer.max_epochs=500")
+    until(lambda: len(list(tmp_path.glob("*/*/checkpoints/last.ckpt"))) == 2, running)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    time.sleep(3)
+    reached = [record.read_text() for record in tmp_path.glob("*/*/record.json")]
+    time.sleep(2)
+    assert [record.read_text() for record in tmp_path.glob("*/*/record.json")] == reached
+
+
+def test_a_failure_stops_and_hides_nothing_and_is_tried_again(tmp_path):
+    fault = ["+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0"]
+    command = ["src/train.py", "-m", *SHORT, "seed=0,1", "objective.tau_target=0.7,7", *fault, f"runs_dir={tmp_path}"]
+    done = process(*command, PYTHONPATH=str(ROOT / "tests"), FAULT="1")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert len(lines) == 3  # two that no config allows, and the fault
+    assert sum("objective.tau_target = 7.0: must be" in line for line in lines) == 2
+    (failed,) = [line for line in lines if "RuntimeError: a fault" in line]
+    assert Path(failed.split("(more in ")[1].rstrip(")")).read_text().startswith("Traceback")
+    states = {path.parent.name[-2:]: json.loads(path.read_text()) for path in tmp_path.glob("*/*/record.json")}
+    assert {seed: record["status"] for seed, record in states.items()} == {"s0": "failed", "s1": "finished"}
+    assert "digits, resnet8-w8, 3 epochs" in done.stdout  # the table of what finished
+    again = process(*command, PYTHONPATH=str(ROOT / "tests"))
+    assert again.returncode == 1  # the two that cannot run are still there
+    assert "1 finished before, 1 to train" in again.stdout
+    assert "RuntimeError" not in again.stderr
+    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*/record.json")} == {"finished"}
+
+
+def test_submitit_runs_jobs_through_its_local_executor(tmp_path):
+    command = [*SHORT, "trainer.max_epochs=1", "seed=0,1", f"runs_dir={tmp_path}", "hydra/launcher=submitit_local"]
+    done = process("src/train.py", "-m", *command)
+    assert done.returncode == 0, done.stderr
+    assert "[2 of 2 finished, 0:00:00 left]" in done.stdout
+    logs = [path.read_text() for path in (tmp_path / ".sweeps" / ".submitit").glob("*/*_log.out")]
+    assert sorted("job 1 of 2" in log for log in logs) == [False, True]
+    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*/record.json")} == {"finished"}
+
+
+class Broken:
+    """A launcher whose pool breaks a number of times, with some progress each time, before it works."""
+
+    def __init__(self, jobs: list[sweep.Job], breaks: int, progress: bool) -> None:
+        self.jobs, self.breaks, self.progress = jobs, breaks, progress
+        self.launched: list[int] = []
+
+    def launch(self, overrides: list[list[str]], first: int) -> list[JobReturn]:
+        self.launched.append(len(overrides))
+        if self.breaks:
+            self.breaks -= 1
+            if self.progress:
+                self._finish(self.jobs[self.breaks])
+            raise BrokenExecutor("a worker was killed")
+        for job in self.jobs:
+            self._finish(job)
+        return [JobReturn(status=JobStatus.COMPLETED) for _ in overrides]
+
+    def _finish(self, job: sweep.Job) -> None:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        write_record(job.folder, {"status": "finished", "epochs": {"done": 3}})
+
+
+@pytest.mark.parametrize(
+    ("breaks", "progress", "launched", "failed"),
+    [(2, True, [3, 2, 1], 0), (1, False, [3, 3], 0), (9, False, [3, 3], 3)],
+)
+def test_a_broken_pool_is_started_again_while_jobs_get_further(tmp_path, breaks, progress, launched, failed):
+    jobs = plan(*SHORT, "seed=0,1,2", f"runs_dir={tmp_path}")
+    launcher = Broken(jobs, breaks, progress)
+    sweep._launch(jobs, launcher, total=3, threads=None)
+    assert launcher.launched == launched
+    assert sum(job.error is not None for job in jobs) == failed
+
+
+# W&B
+
+
+def test_a_sweeps_jobs_are_one_wandb_group(tmp_path):
+    arguments = {"mode": "disabled", "run_dir": str(tmp_path), "project": "p", "group": "digits", "tags": ["digits"]}
+    init = wandb_logger(**arguments, sweep="quick")._wandb_init
+    assert (init["group"], init["tags"]) == ("quick", ["digits", "quick"])
+    alone = wandb_logger(**arguments, sweep=None)._wandb_init
+    assert (alone["group"], alone["tags"]) == ("digits", ["digits"])
+    (job, *_) = plan("+sweeps=quick", "logger=wandb")
+    node = job.config.logger.wandb
+    init = wandb_logger("disabled", str(tmp_path), "p", node.group, node.tags, node.sweep)._wandb_init
+    assert (init["group"], init["tags"]) == ("quick", ["quick", "digits"])
+
+
+def test_wandbs_own_sweep_drives_the_same_entry_point(tmp_path):
+    """The command that `wandb agent` makes of sweeps/wandb.yaml, run as the agent runs it, on the digits."""
+    content = yaml.safe_load((ROOT / "sweeps" / "wandb.yaml").read_text())
+    assert content["metric"]["name"] == "val/acc"
+    chosen = {key: {"value": node["values"][-1]} for key, node in content["parameters"].items()}
+    made = wandb_sweeps.create_sweep_command_args({"args": chosen})
+    made |= {"env": [], "interpreter": [], "program": [content["program"]]}
+    command = []
+    for part in wandb_sweeps.create_sweep_command(content["command"]):
+        command += made[part[2:-1]] if part.startswith("${") else [part]
+    small = ["data=digits", "network.depth=8", "network.width=8", "trainer.max_epochs=1", f"runs_dir={tmp_path}"]
+    agent = {"WANDB_SWEEP_ID": "sweep1", "WANDB_RUN_ID": "run1", "WANDB_PROJECT": "cosinegate"}
+    done = process(*command, *small, **agent)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "balanced").iterdir()
+    record = read_record(folder)
+    assert (record["status"], record["sweep"], record["lambda_flops"]) == ("finished", "wandb", 5.0)
+    assert list(folder.glob("wandb/offline-run-*/run-run1.wandb"))
+    assert "Ignoring run_id" not in done.stdout + done.stderr
