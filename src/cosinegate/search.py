@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from cosinegate.analysis.report import show_runs
 from cosinegate.analysis.runs import COSTS, find_runs
-from cosinegate.choices import Sampler, Validation
+from cosinegate.choices import Cost, Sampler, Validation
 from cosinegate.cli import why_it_ended
 from cosinegate.config import identity, primitives, validate
 from cosinegate.console import clock, percent, say
@@ -32,6 +32,7 @@ from cosinegate.sweep import SWEEPS, Job, write_manifest
 def search(config: DictConfig) -> None:
     """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
     options = config.search
+    _check(options)
     base = OmegaConf.masked_copy(config, [key for key in config if key != "search"])
     space = Space(options.space, base)
     asked = _fingerprint(base, options)
@@ -45,6 +46,18 @@ def search(config: DictConfig) -> None:
         print(f"error: {line}", file=sys.stderr)
     if failures:
         sys.exit(1)
+
+
+def _check(options: DictConfig) -> None:
+    for key, least in (("trials", 1), ("population", 2)):
+        if options[key] < least:
+            raise UserError(f"search.{key} = {options[key]}: must be at least {least}")
+    if options.cost is Cost.latency:
+        raise UserError("search.cost = latency: training measures counted or executed FLOPs")
+    if not options.space:
+        raise UserError("search.space: has nothing to vary")
+    if options.study is not None and (options.study in ("", ".", "..") or "/" in options.study):
+        raise UserError(f"search.study = {options.study}: must be a plain name")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Reads run records and puts together what may be compared: runs of one data set, one network, as many epochs."""
 
+import functools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from cosinegate.config import NOT_IDENTITY, leaves
 from cosinegate.errors import UserError
@@ -42,24 +45,33 @@ class Run:
     @property
     def family(self) -> Family:
         record, settings = self.record, self.settings
-        built = f"resnet{settings['network.depth']}-w{settings['network.width']}" if settings else "network-not-known"
+        built = f"resnet{settings.get('network.depth')}-w{settings.get('network.width')}"
         return record["data"], record.get("network", built), record["epochs"]["planned"]
 
     def cost(self, x: str) -> float | None:
         return COSTS[x](self.record)
 
 
+NUMBERS = ("seed", "epochs.planned", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
+NUMBERS += ("dynamic_blocks", "paths")
+WORDS = ("experiment", "identity", "data", "gate", "selected_on")
+
+
 def read_run(folder: Path) -> Run | None:
     """The run in a folder; None where it is not finished. Ends with a line where it cannot be read."""
     record = read_record(folder)
-    if record is None or record["status"] != "finished":
+    if record is None or record.get("status") in ("running", "failed"):
         return None
-    needed = ("data", "experiment", "identity", "seed", "epochs", "accuracy", "mean_gate", "flops", "paths", "gate")
-    missing = [key for key in needed if record.get(key) is None]
-    numbers = [] if missing else [record["accuracy"].get("test"), COSTS["counted"](record), COSTS["executed"](record)]
-    if missing or not all(isinstance(number, int | float) for number in numbers):
-        raise UserError(f"{folder / 'record.json'} is finished but has no {', '.join(missing) or 'accuracy or FLOPs'}")
+    for keys, kind in ((NUMBERS, int | float), (WORDS, str), (("blocks_open",), list)):
+        for key in keys:
+            value = functools.reduce(_inside, key.split("."), record)
+            if not isinstance(value, kind):
+                raise UserError(f"{folder / 'record.json'}: {key} = {value}")
     return Run(folder, record, _settings(folder))
+
+
+def _inside(node: Any, part: str) -> Any:
+    return node.get(part) if isinstance(node, dict) else None
 
 
 def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[Run]:
@@ -69,8 +81,8 @@ def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[
     for path in sorted({path for folder in folders for path in folder.rglob("record.json")}):
         try:
             run = read_run(path.parent)
-        except (UserError, KeyError, TypeError, AttributeError) as error:
-            complain(f"skipped: {' '.join(str(error).split()) or path}")
+        except UserError as error:
+            complain(f"skipped: {' '.join(str(error).split())}")
             continue
         if run is None:
             unfinished += 1
@@ -89,7 +101,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     apart = (*NOT_IDENTITY, "callbacks")
-    content = OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
     return {k: v for k, v in leaves(content) if not any(k == key or k.startswith(f"{key}.") for key in apart)}
 
 

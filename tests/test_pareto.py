@@ -1,0 +1,173 @@
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import moocore
+import numpy as np
+import pytest
+from conftest import assert_one_line, process
+
+from cosinegate.analysis import pareto
+from cosinegate.analysis.frontier import hypervolume, on_frontier
+from cosinegate.analysis.quoted import QUOTED
+from cosinegate.analysis.runs import families, find_runs
+from cosinegate.record import FORMAT
+
+
+def test_hypervolume_and_frontier_are_those_of_a_library():
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 7, 40):
+        for _ in range(20):
+            points = np.round(rng.random((size, 2)), 1 + size % 2)  # with ties
+            reference = (0.9, 0.1)
+            flipped = points * [1, -1]  # the library minimises both
+            kept = [tuple(point) for point in points.tolist()]
+            expected = moocore.hypervolume(flipped, ref=[reference[0], -reference[1]])
+            assert hypervolume(kept, reference) == pytest.approx(expected, abs=1e-12)
+            assert on_frontier(kept) == moocore.is_nondominated(flipped, keep_weakly=True).tolist()
+
+
+def test_a_frontier_by_hand():
+    points = [(1.0, 0.9), (0.5, 0.8), (0.5, 0.7), (0.4, 0.5), (0.8, 0.8)]
+    assert on_frontier(points) == [True, True, False, True, False]
+    assert hypervolume([(0.5, 0.8), (0.4, 0.5)], (1.0, 0.1)) == pytest.approx(0.5 * 0.7 + 0.1 * 0.4)
+    assert hypervolume([(1.2, 0.9), (0.5, 0.05)], (1.0, 0.1)) == 0
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> tuple[dict, str]:
+    """The record and the config of a real run, to make others of."""
+    root = tmp_path_factory.mktemp("run")
+    done = process("src/train.py", "+experiment=digits", "trainer.max_epochs=1", f"runs_dir={root}")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (root / "digits").iterdir()
+    return json.loads((folder / "record.json").read_text()), (folder / "config.yaml").read_text()
+
+
+def write(root: Path, made: tuple[dict, str], accuracy: float, counted: float, tau=0.7, seed=0, **changes) -> Path:
+    """A run that differs from the real one as asked."""
+    content, settings = made
+    folder = root / f"{tau}-{changes.get('gate', 'cosine')}-{changes.get('data', 'digits')}-s{seed}"
+    folder.mkdir(parents=True)
+    content = content | {"identity": folder.name.rpartition("-")[0], "seed": seed, "mean_gate": counted} | changes
+    content["accuracy"] = content["accuracy"] | {"test": accuracy}
+    content["flops"] = content["flops"] | {"counted": counted}
+    (folder / "record.json").write_text(json.dumps(content))
+    (folder / "config.yaml").write_text(settings.replace("tau_target: 0.7", f"tau_target: {tau}"))
+    return folder
+
+
+def drawn(root: Path, *arguments: str):
+    return process("src/pareto.py", f"runs=[{root}/runs]", f"folder={root}/pareto", *arguments)
+
+
+def test_runs_become_a_figure_and_tables_with_seeds_put_together(record, tmp_path):
+    accuracies = [0.90, 0.92, 0.97]
+    for seed, accuracy in enumerate(accuracies):
+        write(tmp_path / "runs", record, accuracy, 0.5 + 0.01 * seed, tau=0.5, seed=seed)
+    write(tmp_path / "runs", record, 0.91, 0.6, tau=0.6)  # dominated
+    write(tmp_path / "runs", record, 0.98, 1.0, gate="none")
+    done = drawn(tmp_path)
+    assert done.returncode == 0, done.stderr
+    base = tmp_path / "pareto" / "digits-resnet8-w8-1epochs-counted"
+    assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in base.with_suffix(".svg").read_text()
+    rows = list(csv.DictReader(base.with_suffix(".csv").open()))
+    assert len(rows) == 5
+    assert {row["configuration"]: row["on_frontier"] for row in rows} == {
+        "τ=0.5": "True",
+        "τ=0.6": "False",
+        "dense": "True",
+    }
+    table = base.with_suffix(".md").read_text()
+    mean, std = statistics.fmean(accuracies), statistics.stdev(accuracies)
+    assert f"| ★ | τ=0.5 | 3 | {100 * mean:.2f}% ± {100 * std:.2f}% | 0.510 ± 0.010 |" in table
+    area = (1.1 - 0.51) * (mean - 0.1) + (1.1 - 1.0) * (0.98 - mean)
+    assert f"Hypervolume {area:.4f}, up to the reference (counted 1.1, accuracy 0.1)" in table
+    assert "★" in done.stdout
+    moved = drawn(tmp_path, "reference=[1.0,0.5]")
+    assert f"hypervolume {(1 - 0.51) * (mean - 0.5):.4f}" in moved.stdout
+
+
+def test_each_axis_is_its_own_figure_and_latency_waits_for_a_measurement(record, tmp_path):
+    write(tmp_path / "runs", record, 0.9, 0.5)
+    assert drawn(tmp_path, "x=executed").returncode == 0
+    assert_one_line(drawn(tmp_path, "x=latency"), "latency", "no run")
+    write(tmp_path / "runs", record, 0.8, 0.4, tau=0.4, latency_ms=1.5)
+    done = drawn(tmp_path, "x=latency")
+    assert done.returncode == 0, done.stderr
+    assert "1 configurations have no latency" in done.stdout
+    assert "latency 1.65" in done.stdout  # the reference: 1.1 of the slowest
+    assert {path.name.split("-")[-1] for path in (tmp_path / "pareto").glob("*.png")} == {"executed.png", "latency.png"}
+    assert_one_line(drawn(tmp_path, "x=speed"), "x", "speed", "counted")
+
+
+def test_what_cannot_be_compared_is_drawn_apart(record, tmp_path):
+    write(tmp_path / "runs", record, 0.9, 0.5)
+    write(tmp_path / "runs", record, 0.99, 0.5, data="mnist")
+    write(tmp_path / "runs", record, 0.95, 0.5, tau=0.6, epochs={"planned": 8, "done": 8})
+    write(tmp_path / "runs", record, 0.95, 0.5, tau=0.8, network="resnet20-w16")
+    done = drawn(tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = {path.stem for path in (tmp_path / "pareto").glob("*.md")}
+    assert names == {
+        "digits-resnet8-w8-1epochs-counted",
+        "digits-resnet8-w8-8epochs-counted",
+        "digits-resnet20-w16-1epochs-counted",
+        "mnist-resnet8-w8-1epochs-counted",
+    }
+    mnist = (tmp_path / "pareto" / "mnist-resnet8-w8-1epochs-counted.md").read_text()
+    assert "Quoted from the paper (ResNet-20), not measured" in mnist
+    assert "| MNIST, within 10 epochs | 99.5% | 0.630 |" in mnist
+    digits = (tmp_path / "pareto" / "digits-resnet8-w8-1epochs-counted.md").read_text()
+    assert "Quoted" not in digits
+
+
+def test_a_record_that_cannot_be_read_is_passed_over_with_a_line(record, tmp_path):
+    good = write(tmp_path / "runs", record, 0.9, 0.5)
+    corrupt = write(tmp_path / "runs", record, 0.9, 0.5, tau=0.1)
+    (corrupt / "record.json").write_text('{"format": 1, "status": "fin')
+    write(tmp_path / "runs", record, 0.9, 0.5, tau=0.2, format=FORMAT + 1)
+    write(tmp_path / "runs", record, 0.9, 0.5, tau=0.3, status="running")
+    write(tmp_path / "runs", record, 0.9, None, tau=0.4)
+    for number, text in enumerate(
+        ("[]", "{}", "null", '{"format": 1, "epochs": 3}', '{"format": 1, "status": "finished"}')
+    ):
+        (tmp_path / "runs" / f"odd{number}").mkdir()
+        (tmp_path / "runs" / f"odd{number}" / "record.json").write_text(text)
+    odd = write(tmp_path / "runs", record, 0.9, 0.5, tau=0.45)
+    (odd / "config.yaml").write_text("objective: [1")
+    write(tmp_path / "runs" / "copy", record, 0.9, 0.5)
+    done = drawn(tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert all(line.startswith("skipped: ") for line in lines), done.stderr
+    assert len(lines) == 1 + 1 + 1 + 1 + 5 + 1 + 1
+    rows = list(csv.DictReader((tmp_path / "pareto" / "digits-resnet8-w8-1epochs-counted.csv").open()))
+    assert [row["folder"] for row in rows] in ([good.as_posix()], [f"{tmp_path}/runs/copy/{good.name}"])
+
+
+def test_without_runs_it_says_what_makes_some(tmp_path):
+    assert_one_line(drawn(tmp_path), "no such folder", "make pareto SWEEP=quick")
+    (tmp_path / "runs").mkdir()
+    assert_one_line(drawn(tmp_path), "no finished run", "make pareto SWEEP=quick")
+    assert_one_line(process("src/pareto.py", "sweep=quick", f"runs_dir={tmp_path}/runs"), "make pareto SWEEP=quick")
+    assert not (tmp_path / "pareto").exists()
+
+
+def test_the_papers_points_are_the_papers():
+    quoted = {point.name: point for point in QUOTED["cifar10"]}
+    assert quoted["balanced, epoch 160"][1:] == (0.715, 0.913)
+    assert quoted["conservative, peak in epoch 146"][1:] == (0.871, 0.932)
+    assert quoted["aggressive, epoch 160"][1:] == (0.759, 0.899)
+    assert quoted["conservative, epoch 160"][1:] == (0.888, 0.822)
+
+
+def test_the_frontier_is_of_the_means(record, tmp_path):
+    for seed, accuracy in enumerate((0.99, 0.71)):  # a lucky seed alone would be on the frontier
+        write(tmp_path, record, accuracy, 0.6, tau=0.6, seed=seed)
+    write(tmp_path, record, 0.9, 0.5, tau=0.5)
+    (configurations,) = families(find_runs([tmp_path], print)).values()
+    marked = pareto.mark(configurations, "counted")
+    assert [(one.label, one.on_frontier) for one in marked] == [("τ=0.5", True), ("τ=0.6", False)]

@@ -1,0 +1,96 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from conftest import ROOT, assert_one_line, process
+
+SHORT = ["+experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=4", "threads=1"]
+
+
+def study_in(runs: Path) -> optuna.Study:
+    (path,) = (runs / ".sweeps").glob("*/study.db")
+    return optuna.load_study(study_name=path.parent.name, storage=f"sqlite:///{path}")
+
+
+def found(runs: Path) -> list[tuple]:
+    trials = study_in(runs).trials
+    return [(trial.state.name, trial.params, trial.values) for trial in trials]
+
+
+@pytest.mark.parametrize("sampler", ["nsga2", "tpe"])
+def test_a_search_killed_on_the_way_ends_with_the_same_trials(sampler, tmp_path):
+    options = [*SHORT, f"search.sampler={sampler}", "search.trials=4", "search.population=2"]
+    whole = process("src/search.py", *options, f"runs_dir={tmp_path}/whole")
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "src/search.py", *options, f"runs_dir={tmp_path}/killed"]
+    running = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+    def epochs() -> int:
+        paths = (tmp_path / "killed").glob("digits/*/record.json")
+        return sum(json.loads(path.read_text())["epochs"]["done"] for path in paths)
+
+    while epochs() < 3:  # in the second trial
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    done = process(*command[1:])
+    assert done.returncode == 0, done.stderr
+    assert "1 of 4 trials finished before" in done.stdout
+    assert found(tmp_path / "killed") == found(tmp_path / "whole")
+    assert [state for state, *_ in found(tmp_path / "whole")] == ["COMPLETE"] * 4
+    records = [json.loads(path.read_text()) for path in (tmp_path / "killed").glob("digits/*/record.json")]
+    values = sorted((record["accuracy"]["best"], record["flops"]["counted"]) for record in records)
+    assert values == sorted(tuple(trial.values) for trial in study_in(tmp_path / "killed").trials)
+    assert {record["selected_on"] for record in records} == {"holdout"}
+    assert {record["sweep"] for record in records} == {study_in(tmp_path / "killed").study_name}
+    more = process(*command[1:], "search.trials=5")
+    assert "4 of 5 trials finished before" in more.stdout
+    assert len(found(tmp_path / "killed")) == 5
+    drawn = process(
+        "src/pareto.py", f"sweep={records[0]['sweep']}", f"runs_dir={tmp_path}/killed", f"folder={tmp_path}/pareto"
+    )
+    assert drawn.returncode == 0, drawn.stderr
+
+
+def test_a_failed_trial_stops_nothing_and_is_tried_again(tmp_path):
+    fault = ["+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0"]
+    command = ["src/search.py", *SHORT, *fault, "search.trials=1", "search.study=mine", f"runs_dir={tmp_path}"]
+    path = str(ROOT / "tests")
+    done = process(*command, PYTHONPATH=path, FAULT="1")
+    assert_one_line(done, "trial 1", "RuntimeError: a fault")
+    again = process(*command, PYTHONPATH=path)
+    assert again.returncode == 0, again.stderr
+    (failed, retried) = study_in(tmp_path).trials
+    assert (failed.state.name, retried.state.name) == ("FAIL", "COMPLETE")
+    assert retried.params == failed.params
+    other = process(*command, "search.cost=executed", PYTHONPATH=path)
+    assert_one_line(other, "search.study = mine", "another search")
+
+
+BAD = [
+    (["search.space.tau_target.high=2"], ["search.space", "objective.tau_target = 2.0"]),
+    (["search.space.tau_target.low=0.95"], ["search.space.tau_target", "0.95"]),
+    (["search.space.lambda_flops.low=0"], ["search.space.lambda_flops"]),
+    (["search.space.gamma_0.key=gate.gama.init"], ["search.space.gamma_0.key", "gate.gama.init"]),
+    (["search.space.gamma_0.key=gate.polarity"], ["search.space.gamma_0.key", "gate.polarity"]),
+    (["search.sampler=grid"], ["search.sampler", "grid"]),
+    (["search.trials=0"], ["search.trials", "at least 1"]),
+    (["search.population=1"], ["search.population", "at least 2"]),
+    (["search.cost=latency"], ["search.cost", "counted or executed"]),
+    (["objective.tau_target=7"], ["objective.tau_target"]),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case[0][0])
+def test_a_bad_search_ends_with_one_line_and_nothing_written(case, tmp_path):
+    overrides, fragments = case
+    done = process("src/search.py", "+experiment=digits", *overrides, f"runs_dir={tmp_path}/runs")
+    assert_one_line(done, *fragments)
+    assert list(tmp_path.iterdir()) == []
