@@ -1,23 +1,26 @@
 """What a person sees in the terminal. Plain text where there is no terminal, no colour where NO_COLOR asks for none."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from cosinegate.routing import RoutingSummary
+if TYPE_CHECKING:
+    from cosinegate.routing import RoutingSummary
 
 
-@rank_zero_only
 def say(words: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(words, markup=False)
+    """A line, from the first of several processes alone."""
+    if _is_first_process():
+        Console(highlight=False, soft_wrap=True).print(words, markup=False)
 
 
-@rank_zero_only
 def show_record(record: dict[str, Any], folder: Path) -> None:
     """The table that ends a training run."""
+    if not _is_first_process():
+        return
     accuracy, flops = record["accuracy"], record["flops"]
     table = Table(title=f"{record['experiment']} on {record['data']}, seed {record['seed']}", title_justify="left")
     table.add_column("what")
@@ -55,7 +58,7 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
     say(f"record  {folder / 'record.json'}")
 
 
-def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
+def show_routing(summary: "RoutingSummary", classes: tuple[str, ...]) -> None:
     """Class x block: the share of a class's images that compute each block."""
     table = Table(title="share of images that compute each block", title_justify="left")
     table.add_column("class")
@@ -72,6 +75,10 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
         table.add_row("CIR", "", *(f"{value:.2f}" for value in summary.cir.tolist()))
     widest = 28 + 7 * summary.open.numel()
     Console(width=max(Console().width, widest)).print(table)  # rather wrapped by the terminal than cut off
+
+
+def _is_first_process() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0  # lightning sets it where it is loaded
 
 
 def clock(seconds: float) -> str:

@@ -15,6 +15,7 @@ from cosinegate.files import replacing, write_atomically
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 AXES = {
     "counted": "FLOPs counted: mean gate (the paper's figure)",
@@ -63,7 +64,8 @@ def write_pareto(
 def draw(family: Family, configurations: list[Configuration], x: str, base: Path) -> None:
     """Every run, the mean of its seeds with its spread, the frontier as steps; the paper's points apart, as quoted."""
     data, network, epochs = family
-    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
+    axis.margins(x=0.12, y=0.08)
     for one in configurations:
         colour = "black" if one.is_dense else "C0"
         (cost, cost_std), (accuracy, accuracy_std) = one.cost(x), one.accuracy()
@@ -79,21 +81,11 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
         point for point, one in zip(points(configurations, x), configurations, strict=True) if one.on_frontier
     )
     axis.step([p[0] for p in best], [100 * p[1] for p in best], where="post", color="C1", zorder=1)
-    for one in configurations:
-        if one.on_frontier:
-            where = (one.cost(x)[0], 100 * one.accuracy()[0])
-            axis.annotate(one.label, where, (6, -12), textcoords="offset points", fontsize=8)
     quoted = QUOTED.get(data, []) if x == "counted" else []
-    for point in quoted:
-        axis.plot(point.counted, 100 * point.accuracy, "D", color="grey", fillstyle="none", markersize=6)
-        axis.annotate(
-            point.name,
-            (point.counted, 100 * point.accuracy),
-            (6, 4),
-            textcoords="offset points",
-            fontsize=7,
-            color="grey",
-        )
+    axis.plot([q.counted for q in quoted], [100 * q.accuracy for q in quoted], "D", color="grey", fillstyle="none")
+    words = [(one.cost(x)[0], one.accuracy()[0], one.label, "black") for one in configurations if one.on_frontier]
+    words += [(q.counted, q.accuracy, q.name, "grey") for q in quoted]
+    _annotate(axis, words)
     handles = [
         plt.Line2D([], [], color="C0", marker="o", label="gated: mean ± std over seeds"),
         plt.Line2D([], [], color="C0", marker="o", linestyle="", markersize=4, alpha=0.35, label="every run"),
@@ -104,11 +96,10 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     if quoted:
         label = "quoted from the paper (ResNet-20), not measured"
         handles.append(plt.Line2D([], [], color="grey", marker="D", fillstyle="none", linestyle="", label=label))
-    axis.legend(handles=handles, fontsize=8, loc="lower right")
+    figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=3)
     runs = sum(len(one.runs) for one in configurations)
     executed = [run.cost("executed") for one in configurations for run in one.runs]
     axis.set(xlabel=AXES[x], ylabel="test accuracy, hard gates (%)")
-    axis.margins(x=0.12, y=0.08)
     axis.set_title(
         f"{data}, {network}, {epochs} epochs: {len(configurations)} configurations, {runs} runs\n"
         f"their executed FLOPs: {min(executed):.3f} to {max(executed):.3f} of the dense network's"
@@ -118,6 +109,16 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
         with replacing(base.with_name(f"{base.name}.{kind}")) as file:
             figure.savefig(file, format=kind, dpi=150)
     plt.close(figure)
+
+
+def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
+    """Names points (x, accuracy, name, colour), the leftmost to their right and the others to their left."""
+    axis.autoscale_view()
+    left, right = axis.get_xlim()
+    for x, accuracy, name, colour in words:
+        on_the_right = x > left + 0.6 * (right - left)
+        side = {"ha": "right", "xytext": (-7, 4)} if on_the_right else {"ha": "left", "xytext": (7, -11)}
+        axis.annotate(name, (x, 100 * accuracy), textcoords="offset points", fontsize=8, color=colour, **side)
 
 
 def as_csv(configurations: list[Configuration]) -> str:
