@@ -112,6 +112,7 @@ def bench(asked: BenchConfig, gated: DictConfig, dense: DictConfig) -> list[Figu
         *pipeline(data, dense_seconds, asked.steps),
         *framework_ratio(gated, asked),
         start_to_first_step(asked.rounds),
+        side_by_side(gated, asked),
     ]
 
 
@@ -187,6 +188,26 @@ def start_to_first_step(rounds: int) -> Figure:
     return Figure("start to first step of +experiment=digits, s", wait, "<= 15", wait <= 15, f"median of {rounds}")
 
 
+def side_by_side(gated: DictConfig, asked: BenchConfig) -> Figure:
+    """Two jobs of a sweep beside each other, with the cores shared out, against one after the other with all of them.
+
+    By the time an image takes: what is trained in a second, over both jobs.
+    """
+    limits = [f"trainer.limit_train_batches={asked.batches}", "trainer.max_epochs=1", "trainer.limit_val_batches=1"]
+    job = ["-m", f"+experiment={gated.name}", "seed=0,1", *limits, "trainer.limit_test_batches=1"]
+    rates: dict[str, list[float]] = {"basic": [], "joblib": []}
+    for launcher in [*rates] * max(1, asked.rounds // 2):
+        with tempfile.TemporaryDirectory() as runs:
+            own = [f"threads={asked.threads}"] if launcher == "basic" else ["hydra.launcher.n_jobs=2"]
+            own += [f"hydra/launcher={launcher}", f"data.root={gated.data.root}"]
+            records = _train_all(runs, *job, *own)
+            rates[launcher].append(sum(record["images_per_second"] for record in records))
+    together, alone = statistics.median(rates["joblib"]), statistics.median(rates["basic"]) / 2
+    how = f"{together:.0f} images/s of two jobs, {alone:.0f} of one, in turn"
+    ratio = alone / together
+    return Figure("two jobs with joblib / one after the other", ratio, "<= 1.00", ratio <= 1.0, how)
+
+
 def bare_step(network: ResNet, objective: Objective, config: OptimizerConfig) -> Callable[[Tensor, Tensor], None]:
     """A training step without any framework: forward, objective, backward, SGD."""
     objective.prog = 1.0
@@ -236,9 +257,13 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _train(runs: str, *overrides: str) -> dict[str, Any]:
     """Runs train.py in a process of its own; gives the run's record."""
+    (record,) = _train_all(runs, *overrides)
+    return record
+
+
+def _train_all(runs: str, *overrides: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(TRAIN), *overrides, f"runs_dir={runs}"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()}")
-    (path,) = Path(runs).glob("*/*/record.json")
-    return read_record(path.parent)
+    return [read_record(path.parent) for path in Path(runs).glob("*/*/record.json")]
