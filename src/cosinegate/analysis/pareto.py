@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+plt.rcParams["svg.hashsalt"] = "cosinegate"  # the same runs, the same file
 AXES = {
     "counted": "FLOPs counted: mean gate (the paper's figure)",
     "executed": "FLOPs executed / dense network's (measured)",
@@ -107,18 +108,23 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     axis.grid(alpha=0.3)
     for kind in ("png", "svg"):
         with replacing(base.with_name(f"{base.name}.{kind}")) as file:
-            figure.savefig(file, format=kind, dpi=150)
+            figure.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     plt.close(figure)
 
 
 def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
-    """Names points (x, accuracy, name, colour), the leftmost to their right and the others to their left."""
+    """Names points (x, accuracy, name, colour) on the side that has room; those that lie on each other together."""
     axis.autoscale_view()
     left, right = axis.get_xlim()
+    places: dict[tuple[float, float, str], list[str]] = {}
     for x, accuracy, name, colour in words:
+        places.setdefault((x, accuracy, colour), []).append(name)
+    for (x, accuracy, colour), names in places.items():
         on_the_right = x > left + 0.6 * (right - left)
         side = {"ha": "right", "xytext": (-7, 4)} if on_the_right else {"ha": "left", "xytext": (7, -11)}
-        axis.annotate(name, (x, 100 * accuracy), textcoords="offset points", fontsize=8, color=colour, **side)
+        axis.annotate(
+            " | ".join(names), (x, 100 * accuracy), textcoords="offset points", fontsize=8, color=colour, **side
+        )
 
 
 def as_csv(configurations: list[Configuration]) -> str:
