@@ -39,7 +39,7 @@ ifeq ($(SWEEP),)
 	$(BIN)/python src/pareto.py 'runs=[$(subst $(space),$(comma),$(strip $(RUNS)))]' x=$(X) $(ARGS)
 else
 	$(BIN)/python src/train.py -m +sweeps=$(SWEEP) $(ARGS); trained=$$?; [ $$trained -le 1 ] || exit $$trained; \
-	$(BIN)/python src/pareto.py sweep=$(SWEEP) x=$(X) && exit $$trained
+	$(BIN)/python src/pareto.py sweep=$(SWEEP) x=$(X) $(filter runs_dir=%,$(ARGS)) && exit $$trained
 endif
 
 test: setup ## lint, and every test that needs no download

@@ -10,7 +10,6 @@ from conftest import assert_one_line, process
 
 from cosinegate.analysis import pareto
 from cosinegate.analysis.frontier import hypervolume, on_frontier
-from cosinegate.analysis.quoted import QUOTED
 from cosinegate.analysis.runs import families, find_runs
 from cosinegate.record import FORMAT
 
@@ -85,7 +84,9 @@ def test_runs_become_a_figure_and_tables_with_seeds_put_together(record, tmp_pat
     assert f"| ★ | τ=0.5 | 3 | {100 * mean:.2f}% ± {100 * std:.2f}% | 0.510 ± 0.010 |" in table
     area = (1.1 - 0.51) * (mean - 0.1) + (1.1 - 1.0) * (0.98 - mean)
     assert f"Hypervolume {area:.4f}, up to the reference (counted 1.1, accuracy 0.1)" in table
-    assert "★" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [line.split("│")[2].strip() for line in lines] == ["dense", "τ=0.5", "τ=0.6"]  # best first
+    assert ["★" in line for line in lines] == [True, True, False]
     moved = drawn(tmp_path, "reference=[1.0,0.5]")
     assert f"hypervolume {(1 - 0.51) * (mean - 0.5):.4f}" in moved.stdout
 
@@ -101,6 +102,9 @@ def test_each_axis_is_its_own_figure_and_latency_waits_for_a_measurement(record,
     assert "latency 1.65" in done.stdout  # the reference: 1.1 of the slowest
     assert {path.name.split("-")[-1] for path in (tmp_path / "pareto").glob("*.png")} == {"executed.png", "latency.png"}
     assert_one_line(drawn(tmp_path, "x=speed"), "x", "speed", "counted")
+    assert_one_line(drawn(tmp_path, "reference=[1]"), "reference", "[cost, accuracy]")
+    (tmp_path / "file").touch()
+    assert_one_line(drawn(tmp_path, f"folder={tmp_path}/file"), "folder", "cannot be written")
 
 
 def test_what_cannot_be_compared_is_drawn_apart(record, tmp_path):
@@ -136,6 +140,9 @@ def test_a_record_that_cannot_be_read_is_passed_over_with_a_line(record, tmp_pat
     ):
         (tmp_path / "runs" / f"odd{number}").mkdir()
         (tmp_path / "runs" / f"odd{number}" / "record.json").write_text(text)
+    write(tmp_path / "runs", record, float("nan"), 0.5, tau=0.41)
+    write(tmp_path / "runs", record, 0.9, 0.5, tau=0.42, network=["x"])
+    write(tmp_path / "runs", record, 0.9, 0.5, tau=0.43, latency_ms="slow")
     odd = write(tmp_path / "runs", record, 0.9, 0.5, tau=0.45)
     (odd / "config.yaml").write_text("objective: [1")
     write(tmp_path / "runs" / "copy", record, 0.9, 0.5)
@@ -143,7 +150,7 @@ def test_a_record_that_cannot_be_read_is_passed_over_with_a_line(record, tmp_pat
     assert done.returncode == 0, done.stderr
     lines = done.stderr.strip().splitlines()
     assert all(line.startswith("skipped: ") for line in lines), done.stderr
-    assert len(lines) == 1 + 1 + 1 + 1 + 5 + 1 + 1
+    assert len(lines) == 1 + 1 + 1 + 1 + 5 + 3 + 1 + 1
     rows = list(csv.DictReader((tmp_path / "pareto" / "digits-resnet8-w8-1epochs-counted.csv").open()))
     assert [row["folder"] for row in rows] in ([good.as_posix()], [f"{tmp_path}/runs/copy/{good.name}"])
 
@@ -154,14 +161,6 @@ def test_without_runs_it_says_what_makes_some(tmp_path):
     assert_one_line(drawn(tmp_path), "no finished run", "make pareto SWEEP=quick")
     assert_one_line(process("src/pareto.py", "sweep=quick", f"runs_dir={tmp_path}/runs"), "make pareto SWEEP=quick")
     assert not (tmp_path / "pareto").exists()
-
-
-def test_the_papers_points_are_the_papers():
-    quoted = {point.name: point for point in QUOTED["cifar10"]}
-    assert quoted["balanced, epoch 160"][1:] == (0.715, 0.913)
-    assert quoted["conservative, peak in epoch 146"][1:] == (0.871, 0.932)
-    assert quoted["aggressive, epoch 160"][1:] == (0.759, 0.899)
-    assert quoted["conservative, epoch 160"][1:] == (0.888, 0.822)
 
 
 def test_the_frontier_is_of_the_means(record, tmp_path):

@@ -46,7 +46,7 @@ def test_a_search_killed_on_the_way_ends_with_the_same_trials(sampler, tmp_path)
     assert found(tmp_path / "killed") == found(tmp_path / "whole")
     assert [state for state, *_ in found(tmp_path / "whole")] == ["COMPLETE"] * 4
     records = [json.loads(path.read_text()) for path in (tmp_path / "killed").glob("digits/*/record.json")]
-    values = sorted((record["accuracy"]["best"], record["flops"]["counted"]) for record in records)
+    values = sorted((r["accuracy"]["best"], 1 - r["accuracy"]["best_skip_percent"] / 100) for r in records)
     assert values == sorted(tuple(trial.values) for trial in study_in(tmp_path / "killed").trials)
     assert {record["selected_on"] for record in records} == {"holdout"}
     assert {record["sweep"] for record in records} == {study_in(tmp_path / "killed").study_name}
@@ -74,6 +74,23 @@ def test_a_failed_trial_stops_nothing_and_is_tried_again(tmp_path):
     assert_one_line(other, "search.study = mine", "another search")
 
 
+def test_a_trial_stopped_while_its_values_were_chosen_is_not_taken_up(tmp_path):
+    command = ["src/search.py", *SHORT, "trainer.max_epochs=1", "search.study=mine", f"runs_dir={tmp_path}"]
+    assert process(*command, "search.trials=1").returncode == 0
+    half = study_in(tmp_path).ask()
+    half.suggest_float("lambda_flops", 0.5, 10, log=True)
+    done = process(*command, "search.trials=2")
+    assert done.returncode == 0, done.stderr
+    trials = study_in(tmp_path).trials
+    assert [(trial.state.name, len(trial.params)) for trial in trials] == [
+        ("COMPLETE", 5),
+        ("FAIL", 1),
+        ("COMPLETE", 5),
+    ]
+    (tmp_path / ".sweeps" / "mine" / "study.db").write_bytes(b"not a database, whatever it says" * 100)
+    assert_one_line(process(*command, "search.trials=2"), "study.db cannot be used")
+
+
 BAD = [
     (["search.space.tau_target.high=2"], ["search.space", "objective.tau_target = 2.0"]),
     (["search.space.tau_target.low=0.95"], ["search.space.tau_target", "0.95"]),
@@ -84,6 +101,7 @@ BAD = [
     (["search.trials=0"], ["search.trials", "at least 1"]),
     (["search.population=1"], ["search.population", "at least 2"]),
     (["search.cost=latency"], ["search.cost", "counted or executed"]),
+    (["run_dir=here"], ["run_dir = here", "runs_dir"]),
     (["objective.tau_target=7"], ["objective.tau_target"]),
 ]
 

@@ -111,7 +111,13 @@ def test_the_command_line_works_on_top_of_a_sweep():
     jobs = plan("+sweeps=quick", "objective.tau_target=0.4,0.6", "seed=7", "trainer.max_epochs=1")
     assert {job.config.objective.tau_target for job in jobs} == {0.4, 0.6}
     assert {(job.config.seed, job.config.trainer.max_epochs) for job in jobs} == {(7, 1)}
-    assert len(jobs) == 2 * 2 + 2  # λ x τ, and the dense point with either τ
+    assert len(jobs) == 2 * 2 + 1  # λ x τ, and the dense point, which looks at neither
+
+
+def test_names_and_folders_on_the_command_line_are_runs_of_their_own():
+    assert [job.config.name for job in plan("+experiment=digits", "name=a,b")] == ["a", "b"]
+    assert [job.config.runs_dir for job in plan("+experiment=digits", "runs_dir=a,b")] == ["a", "b"]
+    assert len(plan("+experiment=digits", "threads=1,2")) == 1
 
 
 def test_an_empty_grid_is_refused():
@@ -128,6 +134,9 @@ BAD = [
     (["+experiment=digits", "objective.tau=0.5,0.6"], ["objective.tau: no such key"]),
     (["+experiment=digits", "objective.tau_target=interval(0,1)"], ["src/search.py"]),
     (["+experiment=digits", "seed=0,1", "trainer=ddp"], ["trainer.devices = 2", "multirun"]),
+    (["+experiment=digits", "seed=0,1", "run_dir=here"], ["run_dir = here", "runs_dir"]),
+    (["+sweeps=quick,seeds"], ["one sweep at a time"]),
+    (["+experiment=digits", "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], ["n_jobs = 0"]),
 ]
 
 
@@ -138,6 +147,20 @@ def test_a_bad_sweep_ends_with_one_line_and_nothing_written(case, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_job_whose_record_is_corrupt_fails_alone(tmp_path):
+    first, second = plan(*SHORT, "trainer.max_epochs=1", "seed=0,1", f"runs_dir={tmp_path}")
+    for text in ('{"format": 1}', '{"format": 1, "status": "failed"}', "{"):
+        first.folder.mkdir(parents=True, exist_ok=True)
+        (first.folder / "record.json").write_text(text)
+        assert not first.is_finished()
+        assert first.epochs_done() == 0
+    done = process("src/train.py", "-m", *SHORT, "trainer.max_epochs=1", "seed=0,1", f"runs_dir={tmp_path}")
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "record.json cannot be read" in line]
+    assert "Traceback" not in done.stdout + done.stderr
+    assert second.is_finished()
+
+
 # running them
 
 
@@ -145,20 +168,22 @@ def test_a_bad_sweep_ends_with_one_line_and_nothing_written(case, tmp_path):
 def whole(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """A sweep that nothing stopped: two jobs beside each other, through joblib."""
     root = tmp_path_factory.mktemp("whole")
-    done = process("src/train.py", "-m", *SHORT, "seed=0,1,2", f"runs_dir={root}", "hydra/launcher=joblib")
+    command = [*SHORT, "seed=0,1,2", "threads=1", f"runs_dir={root}", "hydra/launcher=joblib"]
+    done = process("src/train.py", "-m", *command, "hydra.launcher.n_jobs=2")
     assert done.returncode == 0, done.stderr
     return root, done
 
 
-def test_joblib_trains_side_by_side_with_the_cores_shared_out(whole):
-    root, done = whole
+def test_joblib_trains_side_by_side_and_says_how_far_it_is(whole):
+    _, done = whole
+    lines = [line.partition(" [")[0] for line in done.stdout.splitlines()]
+    places = {}
     for number in (1, 2, 3):
-        assert f"job {number} of 3 starts: seed={number - 1}" in done.stdout
-        assert f"job {number} of 3 finished with" in done.stdout
+        (places["starts", number],) = [k for k, line in enumerate(lines) if f"job {number} of 3 starts: seed=" in line]
+        (places["ends", number],) = [k for k, line in enumerate(lines) if f"job {number} of 3 finished with" in line]
+    assert places["starts", 2] < places["ends", 1]  # both at work
     assert "[3 of 3 finished, 0:00:00 left]" in done.stdout
     assert "★" in done.stdout
-    threads = {yaml.safe_load(path.read_text())["threads"] for path in root.glob("*/*/config.yaml")}
-    assert threads == {max(1, os.cpu_count() // min(os.cpu_count(), 3))}
 
 
 def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path):
@@ -206,10 +231,12 @@ def test_a_failure_stops_and_hides_nothing_and_is_tried_again(tmp_path):
     states = {path.parent.name[-2:]: json.loads(path.read_text()) for path in tmp_path.glob("*/*/record.json")}
     assert {seed: record["status"] for seed, record in states.items()} == {"s0": "failed", "s1": "finished"}
     assert "digits, resnet8-w8, 3 epochs" in done.stdout  # the table of what finished
+    assert not list(tmp_path.glob("*/*-s1/traceback.txt"))
     again = process(*command, PYTHONPATH=str(ROOT / "tests"))
     assert again.returncode == 1  # the two that cannot run are still there
     assert "1 finished before, 1 to train" in again.stdout
     assert "RuntimeError" not in again.stderr
+    assert not list(tmp_path.glob("*/*/traceback.txt"))
     assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*/record.json")} == {"finished"}
 
 
@@ -224,22 +251,24 @@ def test_submitit_runs_jobs_through_its_local_executor(tmp_path):
 
 
 class Broken:
-    """A launcher whose pool breaks a number of times, with some progress each time, before it works."""
+    """A launcher whose pool breaks `breaks` times, and whenever `killer` is among its jobs; `finishing` some first."""
 
-    def __init__(self, jobs: list[sweep.Job], breaks: int, progress: bool) -> None:
-        self.jobs, self.breaks, self.progress = jobs, breaks, progress
+    def __init__(self, jobs: list[sweep.Job], breaks: int, finishing: bool, killer: int | None) -> None:
+        self.jobs = {f"hydra.job.name='job {job.number} of 3'": job for job in jobs}
+        self.breaks, self.finishing, self.killer = breaks, finishing, killer
         self.launched: list[int] = []
 
     def launch(self, overrides: list[list[str]], first: int) -> list[JobReturn]:
-        self.launched.append(len(overrides))
-        if self.breaks:
+        batch = [self.jobs[word] for line in overrides for word in line if word in self.jobs]
+        self.launched.append(len(batch))
+        if self.breaks > 0 or self.killer in [job.number for job in batch]:
             self.breaks -= 1
-            if self.progress:
-                self._finish(self.jobs[self.breaks])
+            if self.finishing:
+                self._finish(batch[-1])
             raise BrokenExecutor("a worker was killed")
-        for job in self.jobs:
+        for job in batch:
             self._finish(job)
-        return [JobReturn(status=JobStatus.COMPLETED) for _ in overrides]
+        return [JobReturn(status=JobStatus.COMPLETED) for _ in batch]
 
     def _finish(self, job: sweep.Job) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -247,15 +276,53 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("breaks", "progress", "launched", "failed"),
-    [(2, True, [3, 2, 1], 0), (1, False, [3, 3], 0), (9, False, [3, 3], 3)],
+    ("breaks", "finishing", "killer", "launched", "failed"),
+    [
+        (2, True, None, [3, 2, 1], []),  # started again while jobs get further
+        (1, False, None, [3, 1, 1, 1], []),  # and after that for one job at a time
+        (0, False, 2, [3, 1, 1, 1], [2]),  # so that one that is always killed takes no other with it
+        (9, False, None, [3, 1, 1, 1], [1, 2, 3]),
+    ],
 )
-def test_a_broken_pool_is_started_again_while_jobs_get_further(tmp_path, breaks, progress, launched, failed):
+def test_a_broken_pool_fails_only_the_job_that_breaks_it(tmp_path, breaks, finishing, killer, launched, failed):
     jobs = plan(*SHORT, "seed=0,1,2", f"runs_dir={tmp_path}")
-    launcher = Broken(jobs, breaks, progress)
+    launcher = Broken(jobs, breaks, finishing, killer)
     sweep._launch(jobs, launcher, total=3, threads=None)
     assert launcher.launched == launched
-    assert sum(job.error is not None for job in jobs) == failed
+    assert [job.number for job in jobs if job.error is not None] == failed
+
+
+@pytest.mark.parametrize(
+    ("launcher", "jobs", "threads"),
+    [
+        ({"n_jobs": 2}, 10, 4),
+        ({"n_jobs": -1}, 3, 2),
+        ({"n_jobs": -1}, 20, 1),
+        ({"n_jobs": None, "cpus_per_task": 4}, 5, 4),
+        ({"_target_": "submitit.LocalLauncher"}, 4, 2),
+        ({"_target_": "hydra.BasicLauncher"}, 4, None),
+    ],
+)
+def test_eight_cores_are_shared_out(monkeypatch, launcher, jobs, threads):
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
+    monkeypatch.setattr("joblib.effective_n_jobs", lambda n: 8 if n == -1 else n)
+    assert sweep._shared_threads(OmegaConf.create(launcher), jobs) == threads
+
+
+def test_slurm_is_a_launcher_that_queues_again():
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(cli.CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        node = loader.load_configuration("train", ["hydra/launcher=slurm"], run_mode=RunMode.MULTIRUN).hydra.launcher
+    assert node._target_.endswith("SlurmLauncher")
+    assert node.max_num_timeout > 0
+
+
+def test_make_trains_what_is_missing_and_draws_it():
+    command = ["make", "--dry-run", "--old-file=.venv/ready", "pareto", "SWEEP=quick", "ARGS=seed=0 runs_dir=there"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "src/train.py -m +sweeps=quick seed=0 runs_dir=there" in lines
+    assert "src/pareto.py sweep=quick x=counted runs_dir=there" in lines
 
 
 # W&B

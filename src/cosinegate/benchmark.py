@@ -198,7 +198,9 @@ def side_by_side(gated: DictConfig, asked: BenchConfig) -> Figure:
     rates: dict[str, list[float]] = {"basic": [], "joblib": []}
     for launcher in [*rates] * max(1, asked.rounds // 2):
         with tempfile.TemporaryDirectory() as runs:
-            own = [f"threads={asked.threads}"] if launcher == "basic" else ["hydra.launcher.n_jobs=2"]
+            own = [f"threads={asked.threads}"]
+            if launcher == "joblib":
+                own = [f"threads={max(1, asked.threads // 2)}", "hydra.launcher.n_jobs=2"]
             own += [f"hydra/launcher={launcher}", f"data.root={gated.data.root}"]
             records = _train_all(runs, *job, *own)
             rates[launcher].append(sum(record["images_per_second"] for record in records))

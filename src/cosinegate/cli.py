@@ -29,9 +29,11 @@ EXIT_INTERRUPTED = 130
 def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     """Composes `conf/<config_name>.yaml` with the command line and hands it to the task."""
 
+    started_by = os.getpid()
+
     def guarded(config: DictConfig) -> Any:
-        if current_job() is not None and "joblib" in HydraConfig.get().launcher._target_:
-            end_with(os.getppid())
+        if os.getppid() == started_by:  # a worker of a parallel sweep
+            end_with(started_by)
         try:
             return task(config)
         except KeyboardInterrupt:
@@ -70,9 +72,13 @@ def why_it_ended(error: Exception, config: DictConfig) -> str:
     if isinstance(error, UserError | HydraException | OmegaConfBaseException):
         return one_line(error)
     words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    if config.get("run_dir") is None or not Path(config.run_dir).is_dir():
+    if "runs_dir" not in config:
         return words
-    path = Path(config.run_dir) / "traceback.txt"
+    if config.run_dir is not None and Path(config.run_dir).is_dir():
+        path = Path(config.run_dir) / "traceback.txt"
+    else:  # it did not come to have a folder
+        path = Path(config.runs_dir) / ".sweeps" / "traceback.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(traceback.format_exception(error)))
     return f"{words} (more in {path})"
 

@@ -35,7 +35,8 @@ class LitCosineGate(L.LightningModule):
                 for stage in ("train", "val", "test")
             }
         )
-        self.loss = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in ("val", "test")})
+        # "disable": a loss that is not a number shows, instead of being left out
+        self.loss = nn.ModuleDict({f"{stage}_loss": MeanMetric(nan_strategy="disable") for stage in ("val", "test")})
 
     def forward(self, images: Tensor) -> Output:
         return self.network(images)
@@ -63,7 +64,7 @@ class LitCosineGate(L.LightningModule):
         output = self.network(images)
         self._log_accuracy(stage, output, target)
         metric = self.loss[f"{stage}_loss"]
-        metric.update(nn.functional.cross_entropy(output.logits, target), len(target))
+        metric.update(nn.functional.cross_entropy(output.logits, target, reduction="none"))
         self.log(f"{stage}/loss", metric, on_step=False, on_epoch=True, batch_size=len(target))
         return output
 

@@ -15,13 +15,13 @@ def locked(folder: Path, wait: bool) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise UserError(f"run_dir = {folder}: cannot be written: {error.strerror}") from error
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if not wait:
-                raise UserError(f"run_dir = {folder}: another process is training here") from error
+                raise UserError(f"{folder}: another process is at work here") from error
             print(f"another process is training in {folder}: waiting for it", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

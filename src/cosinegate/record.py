@@ -13,6 +13,7 @@ from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 
 FORMAT = 1
+STATES = ("running", "finished", "failed")
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
 
 Row = dict[str, float]
@@ -29,6 +30,10 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise UserError(f"{path} is not a run record of format {FORMAT}")
+    epochs = record.get("epochs")
+    whole = record.get("status") in STATES and isinstance(epochs, dict) and isinstance(epochs.get("done"), int)
+    if not whole:
+        raise UserError(f"{path} lacks a run's status or epochs")
     return record
 
 

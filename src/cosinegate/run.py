@@ -36,7 +36,7 @@ from cosinegate.loggers import MetricsCSV
 from cosinegate.memory import keep_freed_memory
 from cosinegate.record import read_record
 from cosinegate.routing import RoutingSummary
-from cosinegate.sync_batchnorm import SyncBatchNorm
+from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
 
 
 def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
@@ -69,6 +69,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
         before = _own_record(folder, facts)  # another process may have trained it while this one was starting
         if _is_finished(before):
             return before if job else _say_finished(before, folder)
+        (folder / "traceback.txt").unlink(missing_ok=True)  # of an earlier attempt
         metrics.read()
         record.start(trainer, before)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
@@ -85,7 +86,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
                 (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         except BaseException as error:
             _finish_wandb(exit_code=1)
-            if isinstance(error, SystemExit):  # what lightning makes of Ctrl-C
+            if isinstance(error, SystemExit) and error.code == 1:  # what lightning makes of Ctrl-C
                 raise KeyboardInterrupt from error
             raise
         _finish_wandb(exit_code=0)
@@ -111,7 +112,8 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
     arguments["enable_progress_bar"] &= sys.stdout.isatty()  # a log gets EpochLine's lines alone
     if not arguments["enable_progress_bar"]:
         extra = [callback for callback in extra if not isinstance(callback, L.callbacks.ProgressBar)]
-    plugins = [AtomicCheckpoints(), *([SyncBatchNorm()] if config.trainer.sync_batchnorm else [])]
+    on_cpu = _on_cpu(config.trainer.accelerator)
+    plugins = [AtomicCheckpoints(), *([SyncBatchNormOnCPU()] if config.trainer.sync_batchnorm and on_cpu else [])]
     arguments |= {"callbacks": callbacks + extra, "logger": loggers or False, "plugins": plugins}
     try:
         return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
@@ -200,14 +202,17 @@ def _check_devices(config: DictConfig, trainer: L.Trainer, job: str | None) -> N
 
 def _check_precision(precision: str, accelerator: str) -> None:
     """bf16 ends some virtual machines' processes with an illegal instruction: try it in a process that may die."""
-    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
-    if not (on_cpu and precision.startswith(("bf16", "16"))):  # lightning runs 16-mixed as bf16 on a CPU
+    if not (_on_cpu(accelerator) and precision.startswith(("bf16", "16"))):  # lightning runs 16-mixed as bf16 on a CPU
         return
     probe = (
         "import torch; x = torch.randn(8, 8, 8, 8).bfloat16(); torch.nn.Conv2d(8, 8, 3).bfloat16()(x).sum().backward()"
     )
     if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode != 0:
         raise UserError(f"trainer.precision = {precision}: this processor cannot run it; use 32-true")
+
+
+def _on_cpu(accelerator: str) -> bool:
+    return accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
 
 
 def _described(trainer: DictConfig) -> str:

@@ -16,6 +16,7 @@ import optuna
 from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from cosinegate.analysis.report import show_runs
 from cosinegate.analysis.runs import COSTS, find_runs
@@ -32,7 +33,7 @@ from cosinegate.sweep import SWEEPS, Job, write_manifest
 def search(config: DictConfig) -> None:
     """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
     options = config.search
-    _check(options)
+    _check(options, config.run_dir)
     base = OmegaConf.masked_copy(config, [key for key in config if key != "search"])
     space = Space(options.space, base)
     asked = _fingerprint(base, options)
@@ -48,12 +49,14 @@ def search(config: DictConfig) -> None:
         sys.exit(1)
 
 
-def _check(options: DictConfig) -> None:
+def _check(options: DictConfig, run_dir: str | None) -> None:
     for key, least in (("trials", 1), ("population", 2)):
         if options[key] < least:
             raise UserError(f"search.{key} = {options[key]}: must be at least {least}")
     if options.cost is Cost.latency:
         raise UserError("search.cost = latency: training measures counted or executed FLOPs")
+    if run_dir is not None:
+        raise UserError(f"run_dir = {run_dir}: a search's trials have a folder each; runs_dir is where they lie")
     if not options.space:
         raise UserError("search.space: has nothing to vary")
     if options.study is not None and (options.study in ("", ".", "..") or "/" in options.study):
@@ -108,7 +111,7 @@ def _open(path: Path, name: str, asked: str) -> optuna.Study:
         if study.user_attrs.setdefault("asked", asked) != asked:
             raise UserError(f"search.study = {name}: holds another search ({path}); choose another name")
         study.set_user_attr("asked", asked)
-    except (optuna.exceptions.OptunaError, OSError, ValueError) as error:
+    except (optuna.exceptions.OptunaError, SQLAlchemyError, OSError, ValueError) as error:
         raise UserError(f"{path} cannot be used: {' '.join(str(error).split())[:200]}") from error
     return study
 
@@ -121,10 +124,15 @@ def _sampler(options: DictConfig, seed: int) -> optuna.samplers.BaseSampler:
 
 def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: DictConfig) -> list[str]:
     """A line for each trial that failed."""
-    stopped = study.get_trials(states=(TrialState.RUNNING,))
+    stopped = []
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        if trial.params.keys() == space.distributions.keys():
+            stopped.append(trial)
+        else:  # stopped while its values were being chosen
+            study.tell(trial.number, state=TrialState.FAIL)
     again = {trial.user_attrs.get("again") for trial in study.trials}
     for trial in study.get_trials(states=(TrialState.FAIL,)):
-        if trial.number not in again:
+        if trial.number not in again and trial.params.keys() == space.distributions.keys():
             study.enqueue_trial(trial.params, user_attrs={"again": trial.number})
     finished = len(study.get_trials(states=(TrialState.COMPLETE,)))
     say(f"{base.sweep}: {finished} of {options.trials} trials finished before")
@@ -147,7 +155,7 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
             say(f"{name} failed")
             continue
         finished += 1
-        accuracy, cost = _accuracy(record), COSTS[options.cost.name](record)
+        accuracy, cost = _accuracy(record), _cost(record, options.cost)
         study.tell(trial.number, [accuracy, cost])
         say(f"{name} finished with {percent(accuracy)}, {options.cost.name} {cost:.3f}")
     return failures
@@ -156,6 +164,13 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
 def _accuracy(record: dict[str, Any]) -> float:
     """On the images that the run validates on: never the test set, unless the config validates there."""
     return record["accuracy"]["best" if record["selected_on"] == Validation.holdout.name else "last"]
+
+
+def _cost(record: dict[str, Any], cost: Cost) -> float:
+    """Of the same images and the same epoch, where the gates count."""
+    if cost is Cost.counted and record["selected_on"] == Validation.holdout.name:
+        return 1 - record["accuracy"]["best_skip_percent"] / 100
+    return COSTS[cost.name](record)
 
 
 def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
@@ -171,4 +186,4 @@ def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
 
 def _job(trial: FrozenTrial, space: Space) -> Job:
     words = [f"{space.nodes[name].key}={value}" for name, value in trial.params.items()]
-    return Job(words, " ".join(words), trial.number + 1, space.place(trial.params))
+    return Job(words, " ".join(words), number=trial.number + 1, config=space.place(trial.params))

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import sys
-from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ class Job:
 
     overrides: list[str]
     label: str  # what sets it apart from the others
+    asked: tuple[str, ...] = ()  # the part of the overrides that is the command line's
     number: int = 0  # from 1
     config: DictConfig | None = None  # none where it cannot be composed
     error: str | None = None  # why it did not finish
@@ -70,6 +70,9 @@ def plan(
     parser = OverridesParser.create(config_loader=loader)
     command = parser.parse_overrides(arguments)
     asked = {override.key_or_group for override in command}
+    for override in command:
+        if override.key_or_group == "sweeps" and override.is_sweep_override():
+            raise UserError(f"{override.input_line}: one sweep at a time")
     grid = [_axes(parser, params)] if params or not points else []
     variants = []
     for axes in [*grid, *map(parser.parse_overrides, points)]:
@@ -78,12 +81,12 @@ def plan(
     for own in variants:
         for fixed in itertools.product(*map(_values, command)):
             swept = [value for value, override in zip(fixed, command, strict=True) if override.is_sweep_override()]
-            jobs.append(Job([*fixed, *own], " ".join([*own, *swept])))
+            jobs.append(Job([*fixed, *own], " ".join([*own, *swept]), asked=fixed))
     for job in jobs:
         try:
             job.config = _task_config(loader.load_sweep_config(master, job.overrides))
             validate(job.config)
-            _check_devices(job.config.trainer)
+            _check(job.config)
         except (HydraException, OmegaConfBaseException, UserError) as error:
             job.error = one_line(error)
     if jobs and all(job.error for job in jobs) and len({job.error for job in jobs}) == 1:
@@ -113,14 +116,13 @@ def _values(override: Override) -> list[str]:
     return values
 
 
-def _check_devices(trainer: DictConfig) -> None:
-    """Lightning's processes would each start the whole sweep again. What `auto` comes to the job itself finds out."""
-    devices = trainer.devices
-    if (
-        trainer.num_nodes > 1
-        or (isinstance(devices, int) and devices > 1)
-        or (OmegaConf.is_list(devices) and len(devices) > 1)
-    ):
+def _check(config: DictConfig) -> None:
+    """What a run alone may have and a job of a sweep may not."""
+    if config.run_dir is not None:
+        raise UserError(f"run_dir = {config.run_dir}: a multirun's jobs have a folder each; runs_dir is where they lie")
+    devices = config.trainer.devices  # what `auto` comes to the job itself finds out
+    several = (isinstance(devices, int) and devices > 1) or (OmegaConf.is_list(devices) and len(devices) > 1)
+    if several or config.trainer.num_nodes > 1:  # lightning's processes would each start the whole sweep again
         raise UserError(f"trainer.devices = {devices}: a multirun trains every job on one device")
 
 
@@ -131,9 +133,12 @@ def _task_config(config: DictConfig) -> DictConfig:
 
 
 def _distinct(jobs: list[Job]) -> list[Job]:
-    """The last of jobs that compute the same: a point of the sweep may lie on its grid, under a name of its own."""
-    kept = {(identity(job.config), job.config.seed) if job.error is None else id(job): job for job in jobs}
-    return list(kept.values())
+    """Without a point of the grid that is one of the single points too, and without a run asked for twice."""
+    sound = [job for job in jobs if job.error is None]
+    last = {(identity(job.config), job.config.seed, job.asked): job for job in sound}
+    last = {job.folder: job for job in last.values()}
+    kept = {id(job) for job in last.values()}
+    return [job for job in jobs if job.error is not None or id(job) in kept]
 
 
 def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig) -> None:
@@ -145,6 +150,7 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig) -> Non
 
     sound = [job for job in jobs if job.error is None]
     left = [job for job in sound if not job.is_finished()]
+    threads = _shared_threads(launcher_config, len(left))
     name = write_manifest(sound) if sound else None
     before = len(sound) - len(left)
     say(f"{name or 'sweep'}: {len(jobs)} jobs, {before} finished before, {len(left)} to train")
@@ -153,7 +159,7 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig) -> Non
             say(f"job {job.number} of {len(jobs)} cannot run: {job.label}: {job.error}")
     if left:
         with Progress(jobs, left):
-            _launch(left, launcher, len(jobs), _shared_threads(launcher_config, len(left)))
+            _launch(left, launcher, len(jobs), threads)
     finished = [job.folder for job in sound if job.is_finished()]
     show_runs(find_runs(finished, say))
     if finished:
@@ -172,7 +178,7 @@ def write_manifest(jobs: list[Job]) -> str:
     folder = Path(first.runs_dir) / SWEEPS
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        runs = [{"folder": os.path.relpath(job.folder, first.runs_dir), "overrides": job.overrides} for job in jobs]
+        runs = [os.path.relpath(job.folder, first.runs_dir) for job in jobs]
         write_atomically(folder / f"{name}.json", json.dumps({"sweep": name, "runs": runs}, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"runs_dir = {first.runs_dir}: cannot be written: {error.strerror}") from error
@@ -180,31 +186,33 @@ def write_manifest(jobs: list[Job]) -> str:
 
 
 def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None) -> None:
-    """Trains the jobs. A launcher that gives up (a worker was killed) is started again while the jobs get further."""
-    from cosinegate import console
+    """Trains the jobs. A launcher may give up on all of them when one is killed.
+
+    It is then started again while the jobs get further, and after that for one job at a time.
+    """
+    from cosinegate.console import say
     from cosinegate.progress import wait_until_nobody_trains
 
-    chances = 1  # without getting further; a worker may die before its first epoch is over
-    while left:
-        reached = [job.epochs_done() for job in left]
+    batches = [left]
+    while batches:
+        batch = batches.pop(0)
+        reached = [job.epochs_done() for job in batch]
         try:
-            returns = launcher.launch([[*job.overrides, *_for_a_job(job, total, threads)] for job in left], 0)
+            returns = launcher.launch([[*job.overrides, *_for_a_job(job, total, threads)] for job in batch], 0)
         except Exception as error:
-            wait_until_nobody_trains([job.folder for job in left])
+            wait_until_nobody_trains([job.folder for job in batch])
             words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            stuck = reached == [job.epochs_done() for job in left]
-            left = [job for job in left if not job.is_finished()]
-            chances -= stuck
-            if stuck and (chances < 0 or not isinstance(error, BrokenExecutor)):
-                for job in left:
-                    job.error = f"the launcher gave up: {words}"
-                return
-            console.say(f"the launcher gave up ({words}): starting the {len(left)} jobs that are left again")
+            further = reached != [job.epochs_done() for job in batch]
+            unfinished = [job for job in batch if not job.is_finished()]
+            if len(batch) == 1 and not further:
+                batch[0].error = f"the launcher gave up: {words}"
+            elif unfinished:
+                say(f"the launcher gave up ({words}): starting the {len(unfinished)} jobs that are left again")
+                batches += [unfinished] if further else [[job] for job in unfinished]
             continue
-        for job, result in zip(left, returns, strict=True):
+        for job, result in zip(batch, returns, strict=True):
             if result.status is not JobStatus.COMPLETED:
                 job.error = one_line(result._return_value)
-        return
 
 
 def _for_a_job(job: Job, total: int, threads: int | None) -> list[str]:
@@ -215,6 +223,8 @@ def _for_a_job(job: Job, total: int, threads: int | None) -> list[str]:
 
 def _shared_threads(launcher: DictConfig, jobs: int) -> int | None:
     """How many threads a job gets where several run beside each other; None where it is alone."""
+    if launcher.get("n_jobs") == 0:
+        raise UserError("hydra.launcher.n_jobs = 0: must be a number of jobs, or -1 for as many as there are cores")
     if launcher.get("n_jobs") is not None:
         beside = joblib.effective_n_jobs(launcher.n_jobs)
     elif launcher.get("cpus_per_task") is not None:
@@ -223,4 +233,4 @@ def _shared_threads(launcher: DictConfig, jobs: int) -> int | None:
         beside = jobs  # submitit starts them all at once
     else:
         return None
-    return max(1, joblib.cpu_count() // min(beside, jobs))
+    return max(1, joblib.cpu_count() // max(1, min(beside, jobs)))

@@ -11,6 +11,7 @@ import matplotlib
 from cosinegate.analysis.frontier import Point, hypervolume, on_frontier
 from cosinegate.analysis.quoted import QUOTED
 from cosinegate.analysis.runs import Configuration, Family, Run
+from cosinegate.errors import UserError
 from cosinegate.files import replacing, write_atomically
 
 matplotlib.use("Agg")
@@ -54,7 +55,10 @@ def write_pareto(
     family: Family, configurations: list[Configuration], x: str, reference: Point, folder: Path, command: str
 ) -> list[Path]:
     """PNG, SVG, CSV and Markdown of one family of runs."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"folder = {folder}: cannot be written: {error.strerror}") from error
     base = folder / stem(family, x)
     draw(family, configurations, x, base)
     write_atomically(base.with_name(f"{base.name}.csv"), as_csv(configurations))

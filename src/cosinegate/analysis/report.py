@@ -20,10 +20,15 @@ HINT = "make pareto SWEEP=quick trains some in minutes"
 def pareto(config: DictConfig, command: str) -> None:
     """Reads the runs, writes a figure and tables for each family that can be compared, and shows the tables."""
     x = config.x.name
-    runs = find_runs(_folders(config), lambda words: print(words, file=sys.stderr))
+    folders = _folders(config)
+    runs = find_runs(folders, lambda words: print(words, file=sys.stderr))
+    if config.sweep and len(runs) < len(folders):
+        say(f"{len(runs)} of the sweep's {len(folders)} runs are finished")
     if not runs:
         where = f"the sweep {config.sweep}" if config.sweep else ", ".join(config.runs)
         raise UserError(f"no finished run in {where}: {HINT}")
+    if config.reference is not None and len(config.reference) != 2:
+        raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
     written = []
     for family, configurations in families(runs).items():
         measured = plots.mark(configurations, x)
@@ -31,7 +36,7 @@ def pareto(config: DictConfig, command: str) -> None:
             say(f"{' '.join(map(str, family))}: {len(configurations) - len(measured)} configurations have no {x}")
         if not measured:
             continue
-        reference = tuple(config.reference) if config.reference else plots.reference_point(measured, x)
+        reference = tuple(config.reference) if config.reference is not None else plots.reference_point(measured, x)
         show(family, measured, x)
         area = plots.hypervolume(plots.points(measured, x), reference)
         say(f"hypervolume {area:.4f}, up to the reference ({x} {reference[0]:.3g}, accuracy {reference[1]:.3g})")
@@ -71,7 +76,7 @@ def _folders(config: DictConfig) -> list[Path]:
         return folders
     path = Path(config.runs_dir) / SWEEPS / f"{config.sweep}.json"
     try:
-        return [Path(config.runs_dir) / run["folder"] for run in json.loads(path.read_text())["runs"]]
+        return [Path(config.runs_dir) / run for run in json.loads(path.read_text())["runs"]]
     except FileNotFoundError as error:
         raise UserError(f"sweep = {config.sweep}: not started yet: make pareto SWEEP={config.sweep}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,7 @@
 """Reads run records and puts together what may be compared: runs of one data set, one network, as many epochs."""
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cosinegate.config import NOT_IDENTITY, leaves
+from cosinegate.config import NOT_IDENTITY
 from cosinegate.errors import UserError
 from cosinegate.record import read_record
 
@@ -45,8 +46,9 @@ class Run:
     @property
     def family(self) -> Family:
         record, settings = self.record, self.settings
-        built = f"resnet{settings.get('network.depth')}-w{settings.get('network.width')}"
-        return record["data"], record.get("network", built), record["epochs"]["planned"]
+        depth, width = settings.get("network.depth"), settings.get("network.width")
+        built = "network-not-recorded" if depth is None else f"resnet{depth}-w{width}"
+        return record["data"], record.get("network") or built, record["epochs"]["planned"]
 
     def cost(self, x: str) -> float | None:
         return COSTS[x](self.record)
@@ -60,13 +62,15 @@ WORDS = ("experiment", "identity", "data", "gate", "selected_on")
 def read_run(folder: Path) -> Run | None:
     """The run in a folder; None where it is not finished. Ends with a line where it cannot be read."""
     record = read_record(folder)
-    if record is None or record.get("status") in ("running", "failed"):
+    if record is None or record["status"] != "finished":
         return None
-    for keys, kind in ((NUMBERS, int | float), (WORDS, str), (("blocks_open",), list)):
-        for key in keys:
-            value = functools.reduce(_inside, key.split("."), record)
-            if not isinstance(value, kind):
-                raise UserError(f"{folder / 'record.json'}: {key} = {value}")
+    optional = [key for key in ("latency_ms", "network") if record.get(key) is not None]
+    for key in (*NUMBERS, *WORDS, "blocks_open", *optional):
+        value = functools.reduce(_inside, key.split("."), record)
+        number = isinstance(value, int | float) and math.isfinite(value)
+        kind = list if key == "blocks_open" else str
+        if not (number if key in (*NUMBERS, "latency_ms") else isinstance(value, kind)):
+            raise UserError(f"{folder / 'record.json'}: {key} = {value}")
     return Run(folder, record, _settings(folder))
 
 
@@ -105,7 +109,14 @@ def _settings(folder: Path) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    return {k: v for k, v in leaves(content) if not any(k == key or k.startswith(f"{key}.") for key in apart)}
+    flat = _flat(content)
+    return {k: v for k, v in flat.items() if not any(k == key or k.startswith(f"{key}.") for key in apart)}
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {path: node}
+    return {k: v for key, child in node.items() for k, v in _flat(child, f"{path}.{key}" if path else key).items()}
 
 
 @dataclass
