@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from conftest import assert_one_line, process
 
-from cosinegate.analysis import pareto
+from cosinegate import cli
+from cosinegate.analysis import pareto, report
 from cosinegate.analysis.frontier import hypervolume, on_frontier
 from cosinegate.analysis.runs import families, find_runs
+from cosinegate.errors import UserError
 from cosinegate.record import FORMAT
 
 
@@ -47,7 +50,9 @@ def record(tmp_path_factory) -> tuple[dict, str]:
 def write(root: Path, made: tuple[dict, str], accuracy: float, counted: float, tau=0.7, seed=0, **changes) -> Path:
     """A run that differs from the real one as asked."""
     content, settings = made
-    folder = root / f"{tau}-{changes.get('gate', 'cosine')}-{changes.get('data', 'digits')}-s{seed}"
+    folder = (
+        root / f"{changes.get('identity', tau)}-{changes.get('gate', 'cosine')}-{changes.get('data', 'digits')}-s{seed}"
+    )
     folder.mkdir(parents=True)
     content = content | {"identity": folder.name.rpartition("-")[0], "seed": seed, "mean_gate": counted} | changes
     content["accuracy"] = content["accuracy"] | {"test": accuracy}
@@ -57,18 +62,25 @@ def write(root: Path, made: tuple[dict, str], accuracy: float, counted: float, t
     return folder
 
 
-def drawn(root: Path, *arguments: str):
-    return process("src/pareto.py", f"runs=[{root}/runs]", f"folder={root}/pareto", *arguments)
+@pytest.fixture
+def drawn(tmp_path, capfd):
+    """Draws the runs in tmp_path/runs; gives what was printed on stdout and stderr."""
+
+    def draw(*arguments: str) -> tuple[str, str]:
+        own = [f"runs=[{tmp_path}/runs]", f"folder={tmp_path}/pareto"]
+        report.pareto(cli.compose(*own, *arguments, config_name="pareto"), "src/pareto.py")
+        return capfd.readouterr()
+
+    return draw
 
 
-def test_runs_become_a_figure_and_tables_with_seeds_put_together(record, tmp_path):
+def test_runs_become_a_figure_and_tables_with_seeds_put_together(record, tmp_path, drawn):
     accuracies = [0.90, 0.92, 0.97]
     for seed, accuracy in enumerate(accuracies):
         write(tmp_path / "runs", record, accuracy, 0.5 + 0.01 * seed, tau=0.5, seed=seed)
     write(tmp_path / "runs", record, 0.91, 0.6, tau=0.6)  # dominated
     write(tmp_path / "runs", record, 0.98, 1.0, gate="none")
-    done = drawn(tmp_path)
-    assert done.returncode == 0, done.stderr
+    output, _ = drawn()
     base = tmp_path / "pareto" / "digits-resnet8-w8-1epochs-counted"
     assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in base.with_suffix(".svg").read_text()
@@ -84,40 +96,58 @@ def test_runs_become_a_figure_and_tables_with_seeds_put_together(record, tmp_pat
     assert f"| ★ | τ=0.5 | 3 | {100 * mean:.2f}% ± {100 * std:.2f}% | 0.510 ± 0.010 |" in table
     area = (1.1 - 0.51) * (mean - 0.1) + (1.1 - 1.0) * (0.98 - mean)
     assert f"Hypervolume {area:.4f}, up to the reference (counted 1.1, accuracy 0.1)" in table
-    lines = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    lines = [line for line in output.splitlines() if line.startswith("│")]
     assert [line.split("│")[2].strip() for line in lines] == ["dense", "τ=0.5", "τ=0.6"]  # best first
     assert ["★" in line for line in lines] == [True, True, False]
-    moved = drawn(tmp_path, "reference=[1.0,0.5]")
-    assert f"hypervolume {(1 - 0.51) * (mean - 0.5):.4f}" in moved.stdout
+    moved, _ = drawn("reference=[1.0,0.5]")
+    assert f"hypervolume {(1 - 0.51) * (mean - 0.5):.4f}" in moved
 
 
-def test_each_axis_is_its_own_figure_and_latency_waits_for_a_measurement(record, tmp_path):
+def test_each_axis_is_its_own_figure_and_latency_waits_for_a_measurement(record, tmp_path, drawn):
     write(tmp_path / "runs", record, 0.9, 0.5)
-    assert drawn(tmp_path, "x=executed").returncode == 0
-    assert_one_line(drawn(tmp_path, "x=latency"), "latency", "no run")
+    drawn("x=executed")
+    with pytest.raises(UserError, match="latency: no run"):
+        drawn("x=latency")
     write(tmp_path / "runs", record, 0.8, 0.4, tau=0.4, latency_ms=1.5)
-    done = drawn(tmp_path, "x=latency")
-    assert done.returncode == 0, done.stderr
-    assert "1 configurations have no latency" in done.stdout
-    assert "latency 1.65" in done.stdout  # the reference: 1.1 of the slowest
+    output, _ = drawn("x=latency")
+    assert "1 configurations have no latency" in output
+    assert "latency 1.65" in output  # the reference: 1.1 of the slowest
     assert {path.name.split("-")[-1] for path in (tmp_path / "pareto").glob("*.png")} == {"executed.png", "latency.png"}
-    assert_one_line(drawn(tmp_path, "x=speed"), "x", "speed", "counted")
-    assert_one_line(drawn(tmp_path, "reference=[1]"), "reference", "[cost, accuracy]")
+    with pytest.raises(UserError, match=r"reference = \[1.0\]: must be \[cost, accuracy\]"):
+        drawn("reference=[1]")
     (tmp_path / "file").touch()
-    assert_one_line(drawn(tmp_path, f"folder={tmp_path}/file"), "folder", "cannot be written")
+    with pytest.raises(UserError, match="cannot be written"):
+        drawn(f"folder={tmp_path}/file")
 
 
-def test_what_cannot_be_compared_is_drawn_apart(record, tmp_path):
+def test_labels_say_what_sets_a_configuration_apart(record, tmp_path):
+    for name, text in (("a", ""), ("b", "polarity: novelty"), ("c", "hard: true"), ("d", "reduction: 4")):
+        made = record[1]
+        for key in ("polarity", "hard", "reduction"):
+            if text.startswith(key):
+                made = re.sub(rf"{key}: .*", text, made)
+        write(tmp_path, (record[0], made), 0.9, 0.5, tau=0.7, identity=name, seed=ord(name))
+    (configurations,) = families(find_runs([tmp_path], print)).values()
+    assert {one.label for one in configurations} == {
+        "digits as it is",
+        "gate.polarity=novelty",
+        "gate.relaxation.hard=True",
+        "gate.controller.reduction=4",
+    }
+
+
+def test_what_cannot_be_compared_is_drawn_apart(record, tmp_path, drawn):
     write(tmp_path / "runs", record, 0.9, 0.5)
     write(tmp_path / "runs", record, 0.99, 0.5, data="mnist")
     write(tmp_path / "runs", record, 0.95, 0.5, tau=0.6, epochs={"planned": 8, "done": 8})
     write(tmp_path / "runs", record, 0.95, 0.5, tau=0.8, network="resnet20-w16")
-    done = drawn(tmp_path)
-    assert done.returncode == 0, done.stderr
+    write(tmp_path / "runs", record, 0.95, 0.5, tau=0.9, selected_on="holdout")
+    drawn()
     names = {path.stem for path in (tmp_path / "pareto").glob("*.md")}
     assert names == {
         "digits-resnet8-w8-1epochs-counted",
         "digits-resnet8-w8-8epochs-counted",
+        "digits-resnet8-w8-1epochs-holdout-counted",
         "digits-resnet20-w16-1epochs-counted",
         "mnist-resnet8-w8-1epochs-counted",
     }
@@ -146,7 +176,7 @@ def test_a_record_that_cannot_be_read_is_passed_over_with_a_line(record, tmp_pat
     odd = write(tmp_path / "runs", record, 0.9, 0.5, tau=0.45)
     (odd / "config.yaml").write_text("objective: [1")
     write(tmp_path / "runs" / "copy", record, 0.9, 0.5)
-    done = drawn(tmp_path)
+    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.strip().splitlines()
     assert all(line.startswith("skipped: ") for line in lines), done.stderr
@@ -155,11 +185,15 @@ def test_a_record_that_cannot_be_read_is_passed_over_with_a_line(record, tmp_pat
     assert [row["folder"] for row in rows] in ([good.as_posix()], [f"{tmp_path}/runs/copy/{good.name}"])
 
 
-def test_without_runs_it_says_what_makes_some(tmp_path):
-    assert_one_line(drawn(tmp_path), "no such folder", "make pareto SWEEP=quick")
+def test_without_runs_it_says_what_makes_some(tmp_path, drawn):
+    with pytest.raises(UserError, match="no such folder: make pareto SWEEP=quick"):
+        drawn()
     (tmp_path / "runs").mkdir()
-    assert_one_line(drawn(tmp_path), "no finished run", "make pareto SWEEP=quick")
-    assert_one_line(process("src/pareto.py", "sweep=quick", f"runs_dir={tmp_path}/runs"), "make pareto SWEEP=quick")
+    with pytest.raises(UserError, match=r"no finished run in .*: make pareto SWEEP=quick"):
+        drawn()
+    done = process("src/pareto.py", "sweep=quick", f"runs_dir={tmp_path}/runs", f"folder={tmp_path}/pareto")
+    assert_one_line(done, "sweep = quick: not started yet", "make pareto SWEEP=quick")
+    assert_one_line(process("src/pareto.py", "x=speed"), "x", "speed", "counted")
     assert not (tmp_path / "pareto").exists()
 
 

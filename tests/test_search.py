@@ -10,6 +10,10 @@ import optuna
 import pytest
 from conftest import ROOT, assert_one_line, process
 
+from cosinegate import cli
+from cosinegate.errors import UserError
+from cosinegate.search import search
+
 SHORT = ["+experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=4", "threads=1"]
 
 
@@ -23,9 +27,8 @@ def found(runs: Path) -> list[tuple]:
     return [(trial.state.name, trial.params, trial.values) for trial in trials]
 
 
-@pytest.mark.parametrize("sampler", ["nsga2", "tpe"])
-def test_a_search_killed_on_the_way_ends_with_the_same_trials(sampler, tmp_path):
-    options = [*SHORT, f"search.sampler={sampler}", "search.trials=4", "search.population=2"]
+def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
+    options = [*SHORT, "search.trials=4", "search.population=2"]
     whole = process("src/search.py", *options, f"runs_dir={tmp_path}/whole")
     assert whole.returncode == 0, whole.stderr
     command = [sys.executable, "src/search.py", *options, f"runs_dir={tmp_path}/killed"]
@@ -50,13 +53,18 @@ def test_a_search_killed_on_the_way_ends_with_the_same_trials(sampler, tmp_path)
     assert values == sorted(tuple(trial.values) for trial in study_in(tmp_path / "killed").trials)
     assert {record["selected_on"] for record in records} == {"holdout"}
     assert {record["sweep"] for record in records} == {study_in(tmp_path / "killed").study_name}
-    more = process(*command[1:], "search.trials=5")
-    assert "4 of 5 trials finished before" in more.stdout
-    assert len(found(tmp_path / "killed")) == 5
-    drawn = process(
-        "src/pareto.py", f"sweep={records[0]['sweep']}", f"runs_dir={tmp_path}/killed", f"folder={tmp_path}/pareto"
-    )
-    assert drawn.returncode == 0, drawn.stderr
+    best = {str(trial.number + 1) for trial in study_in(tmp_path / "killed").best_trials}
+    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    assert {row[2].strip() for row in rows if "★" in row[1]} == best
+    manifest = json.loads((tmp_path / "killed" / ".sweeps" / f"{records[0]['sweep']}.json").read_text())
+    assert len(manifest["runs"]) == 4
+
+
+def test_a_search_with_tpe_goes_on_to_more_trials(tmp_path):
+    asked = [*SHORT, "trainer.max_epochs=1", "search.sampler=tpe", f"runs_dir={tmp_path}"]
+    for trials in (1, 2):
+        search(cli.compose(*asked, f"search.trials={trials}", config_name="search"))
+    assert [state for state, *_ in found(tmp_path)] == ["COMPLETE", "COMPLETE"]
 
 
 def test_a_failed_trial_stops_nothing_and_is_tried_again(tmp_path):
@@ -97,18 +105,32 @@ BAD = [
     (["search.space.lambda_flops.low=0"], ["search.space.lambda_flops"]),
     (["search.space.gamma_0.key=gate.gama.init"], ["search.space.gamma_0.key", "gate.gama.init"]),
     (["search.space.gamma_0.key=gate.polarity"], ["search.space.gamma_0.key", "gate.polarity"]),
-    (["search.sampler=grid"], ["search.sampler", "grid"]),
     (["search.trials=0"], ["search.trials", "at least 1"]),
     (["search.population=1"], ["search.population", "at least 2"]),
     (["search.cost=latency"], ["search.cost", "counted or executed"]),
     (["run_dir=here"], ["run_dir = here", "runs_dir"]),
-    (["objective.tau_target=7"], ["objective.tau_target"]),
+    (["gate=none"], ["gate.kind = none"]),
 ]
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[0][0])
-def test_a_bad_search_ends_with_one_line_and_nothing_written(case, tmp_path):
+def test_a_bad_search_is_refused_and_nothing_written(case, tmp_path):
     overrides, fragments = case
-    done = process("src/search.py", "+experiment=digits", *overrides, f"runs_dir={tmp_path}/runs")
-    assert_one_line(done, *fragments)
+    with pytest.raises(UserError) as caught:
+        search(cli.compose("+experiment=digits", *overrides, f"runs_dir={tmp_path}/runs", config_name="search"))
+    for fragment in fragments:
+        assert fragment in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (["search.sampler=grid"], ["search.sampler", "grid"]),
+        (["objective.tau_target=7"], ["objective.tau_target"]),
+        (["-m", "search.trials=1"], ["leave -m out"]),
+        (["+sweeps=quick"], ["src/train.py"]),
+    ],
+)
+def test_a_bad_command_line_ends_with_one_line(words, fragments, tmp_path):
+    assert_one_line(process("src/search.py", *words, "+experiment=digits", f"runs_dir={tmp_path}/runs"), *fragments)

@@ -129,13 +129,9 @@ def test_an_empty_grid_is_refused():
 BAD = [
     (["+sweeps=nope"], ["sweeps/nope", "ablation pareto quick seeds"]),
     (["+sweeps=wandb"], ["wandb sweep sweeps/wandb.yaml"]),
-    (["sweeps=quick"], ["+sweeps=quick"]),
     (["+experiment=digits", "seed=range(0,0)"], ["seed=range(0,0)", "an empty grid"]),
     (["+experiment=digits", "objective.tau=0.5,0.6"], ["objective.tau: no such key"]),
-    (["+experiment=digits", "objective.tau_target=interval(0,1)"], ["src/search.py"]),
-    (["+experiment=digits", "seed=0,1", "trainer=ddp"], ["trainer.devices = 2", "multirun"]),
-    (["+experiment=digits", "seed=0,1", "run_dir=here"], ["run_dir = here", "runs_dir"]),
-    (["+sweeps=quick,seeds"], ["one sweep at a time"]),
+    (["+experiment=digits", "seed=0,1", "trainer=ddp"], ["trainer.devices = 2", "multirun", "one by one"]),
     (["+experiment=digits", "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], ["n_jobs = 0"]),
 ]
 
@@ -144,6 +140,31 @@ BAD = [
 def test_a_bad_sweep_ends_with_one_line_and_nothing_written(case, tmp_path):
     arguments, fragments = case
     assert_one_line(process("src/train.py", "-m", *arguments, f"runs_dir={tmp_path}/runs"), *fragments)
+    assert list(tmp_path.iterdir()) == []
+
+
+REFUSED = [
+    (["objective.tau_target=interval(0,1)"], r"src/search\.py"),
+    (["seed=0,1", "run_dir=here"], "run_dir = here.*runs_dir"),
+    (["+sweeps=quick,seeds"], "one sweep at a time"),
+    (["+sweeps=quick", "+hydra.sweeper.params.seed_=[0,1]"], "without brackets"),
+    (["+sweeps=ablation", "hydra.sweeper.points=[]"], "an empty grid"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: str(value))
+def test_what_no_sweep_can_be_is_refused(arguments, words):
+    with pytest.raises(UserError, match=words):
+        plan("+experiment=digits", *arguments)
+
+
+def test_a_dry_run_lists_the_jobs_and_trains_none(tmp_path):
+    words = ["+sweeps=quick", "seed=0", "objective.tau_target=0.5,7", "hydra.sweeper.dry_run=true"]
+    done = process("src/train.py", "-m", *words, f"runs_dir={tmp_path}/runs")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert lines[0] == "job 1 of 6  objective.lambda_flops=1 objective.tau_target=0.5  (8 epochs left)"
+    assert sum("cannot run: objective.tau_target = 7.0" in line for line in lines) == 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -47,6 +47,8 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
 
     if "+sweeps=wandb" in sys.argv:
         _end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
+    if config_name != "train" and any(word.startswith("+sweeps=") for word in sys.argv):
+        _end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
     asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
     try:
@@ -83,11 +85,11 @@ def why_it_ended(error: Exception, config: DictConfig) -> str:
     return f"{words} (more in {path})"
 
 
-def compose(*overrides: str) -> DictConfig:
-    """The config that `src/train.py` would get with these overrides."""
+def compose(*overrides: str, config_name: str = "train") -> DictConfig:
+    """The config that an entry point, `src/train.py` if not another, would get with these overrides."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose("train", list(overrides))
+        return hydra.compose(config_name, list(overrides))
 
 
 def _end(error: Exception) -> NoReturn:

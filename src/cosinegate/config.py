@@ -197,7 +197,7 @@ class BenchConfig:
 
 @dataclass
 class ParetoConfig:
-    runs: list[str] = MISSING
+    runs: Any = MISSING  # a folder or a list of them
     sweep: str | None = None
     runs_dir: str = MISSING
     x: Cost = MISSING
@@ -213,6 +213,7 @@ ConfigStore.instance().store(name="pareto_schema", node=ParetoConfig)
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
 NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "sweep", "logger", "data.root", "data.folder")
+NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 
 

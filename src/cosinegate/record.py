@@ -13,6 +13,7 @@ from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 
 FORMAT = 1
+AWAY = "move its folder away to train the run again"
 STATES = ("running", "finished", "failed")
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
 
@@ -27,13 +28,13 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}; {AWAY}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise UserError(f"{path} is not a run record of format {FORMAT}")
+        raise UserError(f"{path} is not a run record of format {FORMAT}; {AWAY}")
     epochs = record.get("epochs")
     whole = record.get("status") in STATES and isinstance(epochs, dict) and isinstance(epochs.get("done"), int)
     if not whole:
-        raise UserError(f"{path} lacks a run's status or epochs")
+        raise UserError(f"{path} lacks a run's status or epochs; {AWAY}")
     return record
 
 

@@ -16,11 +16,12 @@ import optuna
 from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
+from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
 
-from cosinegate.analysis.report import show_runs
-from cosinegate.analysis.runs import COSTS, find_runs
-from cosinegate.choices import Cost, Sampler, Validation
+from cosinegate.analysis.runs import COSTS
+from cosinegate.choices import Cost, GateKind, Sampler, Validation
 from cosinegate.cli import why_it_ended
 from cosinegate.config import identity, primitives, validate
 from cosinegate.console import clock, percent, say
@@ -33,7 +34,7 @@ from cosinegate.sweep import SWEEPS, Job, write_manifest
 def search(config: DictConfig) -> None:
     """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
     options = config.search
-    _check(options, config.run_dir)
+    _check(options, config.run_dir, config.gate.kind)
     base = OmegaConf.masked_copy(config, [key for key in config if key != "search"])
     space = Space(options.space, base)
     asked = _fingerprint(base, options)
@@ -49,7 +50,7 @@ def search(config: DictConfig) -> None:
         sys.exit(1)
 
 
-def _check(options: DictConfig, run_dir: str | None) -> None:
+def _check(options: DictConfig, run_dir: str | None, gate: GateKind) -> None:
     for key, least in (("trials", 1), ("population", 2)):
         if options[key] < least:
             raise UserError(f"search.{key} = {options[key]}: must be at least {least}")
@@ -57,6 +58,8 @@ def _check(options: DictConfig, run_dir: str | None) -> None:
         raise UserError("search.cost = latency: training measures counted or executed FLOPs")
     if run_dir is not None:
         raise UserError(f"run_dir = {run_dir}: a search's trials have a folder each; runs_dir is where they lie")
+    if gate is GateKind.none:
+        raise UserError("gate.kind = none: a dense network has nothing to search for")
     if not options.space:
         raise UserError("search.space: has nothing to vary")
     if options.study is not None and (options.study in ("", ".", "..") or "/" in options.study):
@@ -98,7 +101,7 @@ class Space:
 
 def _fingerprint(base: DictConfig, options: DictConfig) -> str:
     """What two searches share when their trials can lie in one study."""
-    content = [identity(base), base.seed, primitives(options)["space"], options.cost.name]
+    content = [identity(base), base.seed, primitives(options)["space"], options.cost.name, options.sampler.name]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -140,12 +143,13 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
     left = options.trials - finished
     for count in range(left):
         study.sampler = _sampler(options, base.seed + len(study.trials))  # a new one a trial: a restart changes nothing
+        begins = "goes on" if stopped else "starts"
         trial = stopped.pop() if stopped else study.ask(space.distributions)
         words = " ".join(f"{name}={value:.4g}" for name, value in trial.params.items())
         name = f"trial {trial.number + 1}"
         each = (time.monotonic() - begin) / max(count, 1)
         pace = f"{clock(each * (left - count))} left" if count else "time left not known yet"
-        say(f"{name} starts: {words}  [{finished} of {options.trials} finished, {pace}]")
+        say(f"{name} {begins}: {words}  [{finished} of {options.trials} finished, {pace}]")
         config = space.place(trial.params)
         try:
             record = train(config, name)
@@ -174,14 +178,26 @@ def _cost(record: dict[str, Any], cost: Cost) -> float:
 
 
 def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
+    """The trials, best first; what was searched for, and beside it the test accuracy that was not."""
     trials = study.get_trials(states=(TrialState.COMPLETE,))
-    jobs = [_job(trial, space) for trial in trials]
-    if jobs:
-        write_manifest(jobs)
-        show_runs(find_runs([job.folder for job in jobs], say))
-        best = sorted(trial.number + 1 for trial in study.best_trials)
-        say(f"on the frontier of what was searched for: trials {', '.join(map(str, best))} of {base.sweep}")
-        say(f"to draw them: python src/pareto.py sweep={base.sweep} runs_dir={base.runs_dir}")
+    if not trials:
+        return
+    jobs = {trial.number: _job(trial, space) for trial in trials}
+    write_manifest(list(jobs.values()))
+    best = {trial.number for trial in study.best_trials}
+    table = Table(title=base.sweep, title_justify="left", caption_justify="left")
+    table.caption = "★ no other trial has more validation accuracy at no more cost"
+    for name in ("", "trial", "validation", "cost", *space.distributions, "test"):
+        table.add_column(name, justify="right" if name else "left")
+    for trial in sorted(trials, key=lambda trial: -trial.values[0]):
+        values = (f"{trial.params[name]:.4g}" for name in space.distributions)
+        record = jobs[trial.number].record()
+        test = percent(record["accuracy"]["test"]) if record else ""
+        accuracy, cost = trial.values
+        star = "★" if trial.number in best else ""
+        table.add_row(star, str(trial.number + 1), percent(accuracy), f"{cost:.3f}", *values, test)
+    Console(width=max(Console().width, 120)).print(table)
+    say(f"to draw them: python src/pareto.py sweep={base.sweep} runs_dir={base.runs_dir}")
 
 
 def _job(trial: FrozenTrial, space: Space) -> Job:

@@ -73,6 +73,8 @@ def plan(
     for override in command:
         if override.key_or_group == "sweeps" and override.is_sweep_override():
             raise UserError(f"{override.input_line}: one sweep at a time")
+    if "sweeps" in asked and not params and not points:
+        raise UserError("the sweep has neither params nor points: an empty grid")
     grid = [_axes(parser, params)] if params or not points else []
     variants = []
     for axes in [*grid, *map(parser.parse_overrides, points)]:
@@ -81,7 +83,8 @@ def plan(
     for own in variants:
         for fixed in itertools.product(*map(_values, command)):
             swept = [value for value, override in zip(fixed, command, strict=True) if override.is_sweep_override()]
-            jobs.append(Job([*fixed, *own], " ".join([*own, *swept]), asked=fixed))
+            label = " ".join([*own, *swept]) or "as it is"
+            jobs.append(Job([*fixed, *own], label, asked=fixed))
     for job in jobs:
         try:
             job.config = _task_config(loader.load_sweep_config(master, job.overrides))
@@ -99,6 +102,8 @@ def plan(
 
 def _axes(parser: OverridesParser, params: dict[str, Any]) -> list[Override]:
     for key, value in params.items():
+        if isinstance(value, list):
+            raise UserError(f"hydra.sweeper.params.{key}: write the values without brackets, as in {key}: 0.3,0.4")
         if value in (None, ""):
             raise UserError(f"hydra.sweeper.params.{key}: an empty grid")
     return parser.parse_overrides([f"{key}={value}" for key, value in params.items()])
@@ -123,7 +128,10 @@ def _check(config: DictConfig) -> None:
     devices = config.trainer.devices  # what `auto` comes to the job itself finds out
     several = (isinstance(devices, int) and devices > 1) or (OmegaConf.is_list(devices) and len(devices) > 1)
     if several or config.trainer.num_nodes > 1:  # lightning's processes would each start the whole sweep again
-        raise UserError(f"trainer.devices = {devices}: a multirun trains every job on one device")
+        raise UserError(
+            f"trainer.devices = {devices}: a multirun trains every job on one device; "
+            "take trainer.devices=1, or start the runs one by one"
+        )
 
 
 def _task_config(config: DictConfig) -> DictConfig:
@@ -141,8 +149,11 @@ def _distinct(jobs: list[Job]) -> list[Job]:
     return [job for job in jobs if job.error is not None or id(job) in kept]
 
 
-def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig) -> None:
+def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_run: bool) -> None:
     """Trains what is not finished. Ends with a table, a line for each failure and, if there is one, exit code 1."""
+    if dry_run:
+        show_plan(jobs)
+        return
     from cosinegate.analysis.report import show_runs
     from cosinegate.analysis.runs import find_runs
     from cosinegate.console import say
@@ -169,6 +180,16 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig) -> Non
         print(f"error: job {job.number} of {len(jobs)} ({job.label}): {job.error}", file=sys.stderr)
     if failed:
         sys.exit(1)
+
+
+def show_plan(jobs: list[Job]) -> None:
+    """What would be trained, and nothing else."""
+    for job in jobs:
+        if job.error is not None:
+            state = f"cannot run: {job.error}"
+        else:
+            state = "finished" if job.is_finished() else f"{job.epochs_left()} epochs left"
+        print(f"job {job.number} of {len(jobs)}  {job.label}  ({state})")
 
 
 def write_manifest(jobs: list[Job]) -> str:

@@ -11,9 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 class CosineGateSweeper(Sweeper):
     """A grid and single points beside it, on any launcher; finished jobs are skipped, failed ones stop nothing."""
 
-    def __init__(self, params: dict[str, Any] | None, points: list[list[str]] | None) -> None:
+    def __init__(self, params: dict[str, Any] | None, points: list[list[str]] | None, dry_run: bool) -> None:
         self.params = OmegaConf.to_container(params) if OmegaConf.is_config(params) else params or {}
         self.points = OmegaConf.to_container(points) if OmegaConf.is_config(points) else points or []
+        self.dry_run = dry_run
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
@@ -27,4 +28,4 @@ class CosineGateSweeper(Sweeper):
 
         loader = self.hydra_context.config_loader
         jobs = sweep.plan(loader, self.config, self.params, self.points, arguments)
-        sweep.run(jobs, self.launcher, self.config.hydra.launcher)
+        sweep.run(jobs, self.launcher, self.config.hydra.launcher, self.dry_run)

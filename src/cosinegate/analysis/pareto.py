@@ -25,6 +25,7 @@ AXES = {
     "latency": "latency in ms an image (measured)",
 }
 CHANCE = 0.1  # ten classes
+LONGEST = 44  # letters that have room beside a point
 MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond the slowest run
 
 
@@ -47,8 +48,13 @@ def reference_point(configurations: list[Configuration], x: str) -> Point:
 
 
 def stem(family: Family, x: str) -> str:
-    data, network, epochs = family
-    return f"{data}-{network}-{epochs}epochs-{x}"
+    data, network, epochs, chosen_on = family
+    return f"{data}-{network}-{epochs}epochs-{'' if chosen_on == 'test' else f'{chosen_on}-'}{x}"
+
+
+def title(family: Family) -> str:
+    data, network, epochs, chosen_on = family
+    return f"{data}, {network}, {epochs} epochs" + ("" if chosen_on == "test" else f", chosen on {chosen_on}")
 
 
 def write_pareto(
@@ -68,7 +74,7 @@ def write_pareto(
 
 def draw(family: Family, configurations: list[Configuration], x: str, base: Path) -> None:
     """Every run, the mean of its seeds with its spread, the frontier as steps; the paper's points apart, as quoted."""
-    data, network, epochs = family
+    data, network, *_ = family
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
     axis.margins(x=0.12, y=0.08)
     for one in configurations:
@@ -106,7 +112,7 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     executed = [run.cost("executed") for one in configurations for run in one.runs]
     axis.set(xlabel=AXES[x], ylabel="test accuracy, hard gates (%)")
     axis.set_title(
-        f"{data}, {network}, {epochs} epochs: {len(configurations)} configurations, {runs} runs\n"
+        f"{title(family)}: {len(configurations)} configurations, {runs} runs\n"
         f"their executed FLOPs: {min(executed):.3f} to {max(executed):.3f} of the dense network's"
     )
     axis.grid(alpha=0.3)
@@ -129,6 +135,10 @@ def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
         axis.annotate(
             " | ".join(names), (x, 100 * accuracy), textcoords="offset points", fontsize=8, color=colour, **side
         )
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"  # the tables have it whole
 
 
 def as_csv(configurations: list[Configuration]) -> str:
@@ -165,10 +175,10 @@ def _row(one: Configuration, run: Run) -> dict[str, Any]:
 
 def as_markdown(family: Family, configurations: list[Configuration], x: str, reference: Point, command: str) -> str:
     """A row a configuration, the paper's figures in a table of their own, and how it was made."""
-    data, network, epochs = family
+    quoted = QUOTED.get(family[0], [])
     area = hypervolume(points(configurations, x), reference)
     lines = [
-        f"# {data}, {network}, {epochs} epochs",
+        f"# {title(family)}",
         "",
         f"`python {command}`. Best first; ★ is on the frontier of test accuracy and {x}.",
         "Test accuracy with hard gates, mean ± standard deviation over seeds.",
@@ -178,7 +188,7 @@ def as_markdown(family: Family, configurations: list[Configuration], x: str, ref
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(row)} |" for row in rows(configurations)]
-    if QUOTED.get(data):
+    if quoted:
         lines += [
             "",
             "Quoted from the paper (ResNet-20), not measured:",
@@ -186,7 +196,7 @@ def as_markdown(family: Family, configurations: list[Configuration], x: str, ref
             "| | accuracy | counted |",
             "|---|---|---|",
         ]
-        lines += [f"| {q.name} | {100 * q.accuracy:.1f}% | {q.counted:.3f} |" for q in QUOTED[data]]
+        lines += [f"| {q.name} | {100 * q.accuracy:.1f}% | {q.counted:.3f} |" for q in quoted]
     return "\n".join(lines) + "\n"
 
 

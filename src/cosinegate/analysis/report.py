@@ -25,7 +25,7 @@ def pareto(config: DictConfig, command: str) -> None:
     if config.sweep and len(runs) < len(folders):
         say(f"{len(runs)} of the sweep's {len(folders)} runs are finished")
     if not runs:
-        where = f"the sweep {config.sweep}" if config.sweep else ", ".join(config.runs)
+        where = f"the sweep {config.sweep}" if config.sweep else ", ".join(map(str, folders))
         raise UserError(f"no finished run in {where}: {HINT}")
     if config.reference is not None and len(config.reference) != 2:
         raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
@@ -33,7 +33,7 @@ def pareto(config: DictConfig, command: str) -> None:
     for family, configurations in families(runs).items():
         measured = plots.mark(configurations, x)
         if len(measured) < len(configurations):
-            say(f"{' '.join(map(str, family))}: {len(configurations) - len(measured)} configurations have no {x}")
+            say(f"{plots.title(family)}: {len(configurations) - len(measured)} configurations have no {x}")
         if not measured:
             continue
         reference = tuple(config.reference) if config.reference is not None else plots.reference_point(measured, x)
@@ -49,8 +49,7 @@ def pareto(config: DictConfig, command: str) -> None:
 
 def show(family: Family, configurations: list[Configuration], x: str) -> None:
     """The table of one family, best first."""
-    data, network, epochs = family
-    table = Table(title=f"{data}, {network}, {epochs} epochs", title_justify="left", caption_justify="left")
+    table = Table(title=plots.title(family), title_justify="left", caption_justify="left")
     table.caption = f"★ nothing else is more accurate at no more {x} FLOPs" if x != "latency" else "★ on the frontier"
     for name in ("", "configuration", "seeds", "test accuracy", "counted", "executed", "dynamic", "paths", "chosen on"):
         table.add_column(
@@ -69,15 +68,15 @@ def show_runs(runs: list[Run]) -> None:
 
 def _folders(config: DictConfig) -> list[Path]:
     if config.sweep is None:
-        folders = [Path(name) for name in config.runs]
-        missing = [str(folder) for folder in folders if not folder.is_dir()]
+        names = [config.runs] if isinstance(config.runs, str) else list(config.runs)
+        missing = [name for name in names if not Path(name).is_dir()]
         if missing:
-            raise UserError(f"runs = {missing[0]}: no such folder: {HINT}")
-        return folders
+            raise UserError(f"runs = {missing[0]}: no such folder" + (f": {HINT}" if len(names) == 1 else ""))
+        return [Path(name) for name in names]
     path = Path(config.runs_dir) / SWEEPS / f"{config.sweep}.json"
     try:
         return [Path(config.runs_dir) / run for run in json.loads(path.read_text())["runs"]]
     except FileNotFoundError as error:
-        raise UserError(f"sweep = {config.sweep}: not started yet: make pareto SWEEP={config.sweep}") from error
+        raise UserError(f"sweep = {config.sweep}: not started yet ({path} would list it): {HINT}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

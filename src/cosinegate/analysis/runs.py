@@ -1,8 +1,9 @@
-"""Reads run records and puts together what may be compared: runs of one data set, one network, as many epochs."""
+"""Reads run records and puts together what may be compared: one data set, network, number of epochs and selection."""
 
 import functools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "executed": lambda record: record["flops"]["executed"],
     "latency": lambda record: record.get("latency_ms"),
 }
-Family = tuple[str, str, int]  # data set, network, epochs
+Family = tuple[str, str, int, str]  # data set, network, epochs, what the epoch was chosen on
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Run:
         record, settings = self.record, self.settings
         depth, width = settings.get("network.depth"), settings.get("network.width")
         built = "network-not-recorded" if depth is None else f"resnet{depth}-w{width}"
-        return record["data"], record.get("network") or built, record["epochs"]["planned"]
+        network = record.get("network") or built
+        return record["data"], network, record["epochs"]["planned"], record["selected_on"]
 
     def cost(self, x: str) -> float | None:
         return COSTS[x](self.record)
@@ -157,20 +159,28 @@ def families(runs: list[Run]) -> dict[Family, list[Configuration]]:
 
 def _labelled(groups: list[list[Run]]) -> list[Configuration]:
     settings = [group[0].settings for group in groups]
-    keys = sorted({key for one in settings for key in one})
-    varying = [key for key in keys if len({str(one.get(key)) for one in settings}) > 1]
+    usual = {
+        key: _usual([str(one.get(key)) for one in settings]) for key in sorted({k for one in settings for k in one})
+    }
     named = len({group[0].record["experiment"] for group in groups}) > 1
-    found = [Configuration(group, _label(group[0], varying, named)) for group in groups]
-    return sorted(found, key=lambda one: -one.accuracy()[0])
+    found = [Configuration(group, _label(group[0], usual, named)) for group in groups]
+    return sorted(found, key=lambda one: (-one.accuracy()[0], one.label))
 
 
-def _label(run: Run, varying: list[str], named: bool) -> str:
+def _usual(values: list[str]) -> str | None:
+    """The value that more than half have: it goes without saying."""
+    common, count = Counter(values).most_common(1)[0]
+    return common if 2 * count > len(values) else None
+
+
+def _label(run: Run, usual: dict[str, str | None], named: bool) -> str:
     dense = run.record["gate"] == "none"
-    shown = [key for key in varying if not (dense and key.startswith(("gate.", "objective.")))]
+    shown = [key for key in usual if key in run.settings and str(run.settings[key]) != usual[key]]
+    shown = [key for key in shown if not (dense and key.startswith(("gate.", "objective.")))]
     words = [run.record["experiment"]] if named else []
     words += ["dense"] if dense else []
-    words += [f"{SYMBOLS.get(key, key)}={_short(run.settings.get(key))}" for key in shown if key != "gate.kind"]
-    return " ".join(words) or run.record["experiment"]
+    words += [f"{SYMBOLS.get(key, key)}={_short(run.settings[key])}" for key in shown if key != "gate.kind"]
+    return " ".join(words) or f"{run.record['experiment']} as it is"
 
 
 def _short(value: Any) -> str:
