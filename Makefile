@@ -5,10 +5,11 @@ EXPERIMENT ?= conservative
 DATA ?= cifar10
 SWEEP ?=
 RUNS ?= runs
+RUN ?=
 X ?= counted
 ARGS ?=
 
-.PHONY: help setup quickstart train data pareto test test-data bench clean
+.PHONY: help setup quickstart train data pareto report test test-data bench clean
 
 comma := ,
 space := $(subst ,, )
@@ -42,6 +43,9 @@ else
 	@$(BIN)/python src/train.py -m +sweeps=$(SWEEP) $(ARGS); trained=$$?; [ $$trained -le 1 ] || exit $$trained; \
 	$(BIN)/python src/pareto.py sweep=$(SWEEP) x=$(X) $(filter runs_dir=%,$(ARGS)) && exit $$trained
 endif
+
+report: setup ## one HTML file about a run: make report RUN=runs/mnist/<run>, or RUNS='...' or SWEEP=quick
+	$(BIN)/python src/report.py $(if $(SWEEP),sweep=$(SWEEP),'runs=[$(subst $(space),$(comma),$(strip $(or $(RUN),$(RUNS))))]') $(ARGS)
 
 test: setup ## lint, and every test that needs no download
 	$(BIN)/ruff check src tests

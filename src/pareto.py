@@ -10,7 +10,7 @@ from cosinegate.config import require
 
 def task(config: DictConfig) -> None:
     require(config)
-    from cosinegate.analysis.report import pareto
+    from cosinegate.analysis.tables import pareto
 
     pareto(config, " ".join(sys.argv))
 

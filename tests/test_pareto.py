@@ -10,7 +10,7 @@ import pytest
 from conftest import assert_one_line, process
 
 from cosinegate import cli
-from cosinegate.analysis import pareto, report
+from cosinegate.analysis import pareto, tables
 from cosinegate.analysis.frontier import hypervolume, on_frontier
 from cosinegate.analysis.runs import families, find_runs
 from cosinegate.errors import UserError
@@ -68,7 +68,7 @@ def drawn(tmp_path, capfd):
 
     def draw(*arguments: str) -> tuple[str, str]:
         own = [f"runs=[{tmp_path}/runs]", f"folder={tmp_path}/pareto"]
-        report.pareto(cli.compose(*own, *arguments, config_name="pareto"), "src/pareto.py")
+        tables.pareto(cli.compose(*own, *arguments, config_name="pareto"), "src/pareto.py")
         return capfd.readouterr()
 
     return draw

@@ -8,7 +8,7 @@ from cosinegate.record import read_record, write_record
 
 
 def test_a_failed_write_keeps_the_old_record_and_leaves_no_scraps(tmp_path, monkeypatch):
-    write_record(tmp_path, {"status": "running"})
+    write_record(tmp_path, {"status": "running", "epochs": {"done": 0}})
     monkeypatch.setattr("os.fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         write_record(tmp_path, {"status": "finished"})

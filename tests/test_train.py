@@ -205,7 +205,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
     second = process(*command[1:], "threads=1")
     first.kill()
     first.wait()
-    assert_one_line(second, "run_dir", "another process")
+    assert_one_line(second, str(tmp_path), "another process")
 
 
 def test_an_interrupted_run_says_so_and_its_record_too(tmp_path):

@@ -205,10 +205,21 @@ class ParetoConfig:
     folder: str = MISSING
 
 
+@dataclass
+class ReportConfig:
+    runs: Any = None  # a folder or a list of them
+    sweep: str | None = None
+    runs_dir: str = MISSING
+    path: str | None = None
+    threads: int | None = None
+    limit_batches: int | None = None
+
+
 ConfigStore.instance().store(name="schema", node=Config)
 ConfigStore.instance().store(name="evaluate_schema", node=EvaluateConfig)
 ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
 ConfigStore.instance().store(name="search_schema", node=SearchConfig)
+ConfigStore.instance().store(name="report_schema", node=ReportConfig)
 ConfigStore.instance().store(name="pareto_schema", node=ParetoConfig)
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.

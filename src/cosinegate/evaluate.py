@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate import console
+from cosinegate.analysis.routes import Routes
 from cosinegate.build import build_module
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
+from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.checkpoint import first_line, read_checkpoint
 from cosinegate.config import Config, EvaluateConfig, is_batches, require_positive, validate
 from cosinegate.data.module import ImageData
@@ -31,16 +34,10 @@ def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tup
     path = checkpoint_path(Path(asked.run), asked.checkpoint.name)
     module, config = load_checkpoint(path)
     config.data.root, config.data.folder = asked.root or config.data.root, asked.folder or config.data.folder
-    config.callbacks, config.logger = {}, {}
-    config.trainer.accelerator, config.trainer.strategy = asked.accelerator, "auto"
-    config.trainer.devices = config.trainer.num_nodes = 1
-    config.trainer.limit_test_batches = asked.limit_batches
     config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
     data = ImageData(config.data, config.seed)
     statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
-    trainer = build_trainer(config, [statistics, executed], metrics=None)
-    with asked_too_much():
-        (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    tested = _test(module, config, data, [statistics, executed], asked.accelerator, asked.limit_batches)
     summary, classes = statistics.summary, data.image_set.classes
     cir = summary.cir.tolist() if summary.cir is not None else [None] * len(summary.open)
     share = summary.correct / summary.count.clamp_min(1)
@@ -63,6 +60,33 @@ def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tup
         ],
     }
     return result, summary, classes
+
+
+def find_routes(module: LitCosineGate, config: DictConfig, limit_batches: Any = None) -> tuple[Routes, ImageData]:
+    """The route of every test image, and the data that they are the places of."""
+    quiet()
+    data, collector = ImageData(config.data, config.seed), RouteCollector()
+    _test(module, config, data, [collector], "cpu", limit_batches)
+    return collector.routes, data
+
+
+def _test(
+    module: LitCosineGate,
+    config: DictConfig,
+    data: ImageData,
+    callbacks: list[L.Callback],
+    accelerator: str,
+    limit_batches: Any,
+) -> dict[str, float]:
+    """Runs the test set through the module on one device, with these callbacks alone."""
+    config.callbacks, config.logger = {}, {}
+    config.trainer.accelerator, config.trainer.strategy = accelerator, "auto"
+    config.trainer.devices = config.trainer.num_nodes = 1
+    config.trainer.limit_test_batches = limit_batches
+    trainer = build_trainer(config, callbacks, metrics=None)
+    with asked_too_much():
+        (found,) = trainer.test(module, datamodule=data, verbose=False)
+    return found
 
 
 def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ...]) -> None:

@@ -48,6 +48,8 @@ class LitCosineGate(L.LightningModule):
         self._log_accuracy("train", output, target)
         names = {"train/loss": losses.total, "train/loss_ce": losses.ce}
         names |= {"train/loss_cons": losses.cons, "train/loss_flops": losses.flops}
+        weights = self.objective.lambda_cons, self.objective.lambda_flops
+        names |= {"train/weighted_cons": weights[0] * losses.cons, "train/weighted_flops": weights[1] * losses.flops}
         total = len(target) if self.objective.share is None else self.objective.share.total
         self.log_dict(names, on_step=False, on_epoch=True, batch_size=total, sync_dist=True)
         self.log("loss", losses.total, prog_bar=True, logger=False)

@@ -23,6 +23,7 @@ from cosinegate.callbacks.checkpoints import AtomicCheckpoints, checkpoints
 from cosinegate.callbacks.console import EpochLine
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
+from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, Warmup
 from cosinegate.checkpoint import read_checkpoint
@@ -60,7 +61,16 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
     record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), ShareOut(), Warmup(config.objective), Anneal(config.gate.relaxation)]
-    kept = [statistics, executed, record, EpochLine(job), *checkpoints(folder)]
+    collector = RouteCollector()
+    kept = [
+        statistics,
+        executed,
+        collector,
+        *watching_wandb(config, collector),
+        record,
+        EpochLine(job),
+        *checkpoints(folder),
+    ]
     trainer = build_trainer(config, [*schedule, *kept], metrics)
     _check_devices(config, trainer, job)
     data.prepare_data()
@@ -95,6 +105,15 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     if job is None:
         console.show_record(record.record, folder)
     return record.record
+
+
+def watching_wandb(config: DictConfig, collector: RouteCollector) -> list[L.Callback]:
+    """W&B takes seconds to import: only where it is asked for."""
+    if config.logger.get("wandb") is None:
+        return []
+    from cosinegate.callbacks.wandb_media import WandbMedia
+
+    return [WandbMedia(collector)]
 
 
 def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: MetricsCSV | None) -> L.Trainer:

@@ -154,8 +154,8 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_ru
     if dry_run:
         show_plan(jobs)
         return
-    from cosinegate.analysis.report import show_runs
     from cosinegate.analysis.runs import find_runs
+    from cosinegate.analysis.tables import show_runs
     from cosinegate.console import say
     from cosinegate.progress import Progress
 

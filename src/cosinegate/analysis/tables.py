@@ -20,7 +20,7 @@ HINT = "make pareto SWEEP=quick trains some in minutes"
 def pareto(config: DictConfig, command: str) -> None:
     """Reads the runs, writes a figure and tables for each family that can be compared, and shows the tables."""
     x = config.x.name
-    folders = _folders(config)
+    folders = chosen_folders(config)
     runs = find_runs(folders, lambda words: print(words, file=sys.stderr))
     if config.sweep and len(runs) < len(folders):
         say(f"{len(runs)} of the sweep's {len(folders)} runs are finished")
@@ -66,7 +66,8 @@ def show_runs(runs: list[Run]) -> None:
         show(family, plots.mark(configurations, "counted"), "counted")
 
 
-def _folders(config: DictConfig) -> list[Path]:
+def chosen_folders(config: DictConfig) -> list[Path]:
+    """The folders that `runs` names, or those of the runs of a sweep."""
     if config.sweep is None:
         names = [config.runs] if isinstance(config.runs, str) else list(config.runs)
         missing = [name for name in names if not Path(name).is_dir()]

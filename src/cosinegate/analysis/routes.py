@@ -1,0 +1,59 @@
+"""The route of every test image: which blocks computed it, at what CIR, and what came of it."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Routes:
+    """M images, N blocks. A dense network has every block open, and neither CIR nor thresholds."""
+
+    index: np.ndarray  # (M,) which test image
+    label: np.ndarray  # (M,)
+    predicted: np.ndarray  # (M,)
+    open: np.ndarray  # (M, N) bool
+    cir: np.ndarray | None  # (M, N)
+    threshold: np.ndarray | None  # (N,) the CIR at which a gate turns, at the mean of its controller's offset
+
+    @property
+    def right(self) -> np.ndarray:
+        return self.label == self.predicted
+
+    @property
+    def computed(self) -> np.ndarray:
+        """How many blocks computed each image, (M,)."""
+        return self.open.sum(1)
+
+    def paths(self, most: int) -> list[tuple[str, int, float]]:
+        """The most common paths, as a letter a block (`1` computed, `0` skipped), with images and accuracy."""
+        words = ["".join("1" if is_open else "0" for is_open in row) for row in self.open]
+        right = Counter(word for word, is_right in zip(words, self.right, strict=True) if is_right)
+        return [(word, count, right[word] / count) for word, count in Counter(words).most_common(most)]
+
+    def by_class(self, classes: int) -> np.ndarray:
+        """The share of a class's images that compute each block, (K, N)."""
+        empty = np.full(self.open.shape[1], np.nan)
+        masks = [self.label == k for k in range(classes)]
+        return np.stack([self.open[mask].mean(0) if mask.any() else empty for mask in masks])
+
+    def accuracy_by_computed(self) -> list[tuple[int, int, float]]:
+        """For each number of computed blocks: it, how many images, and their accuracy."""
+        found = []
+        for number in np.unique(self.computed):
+            mask = self.computed == number
+            found.append((int(number), int(mask.sum()), float(self.right[mask].mean())))
+        return found
+
+    def open_rate_by_cir(self, block: int, edges: np.ndarray) -> np.ndarray:
+        """The share of images that compute the block, for each bin of CIR; not a number where a bin is empty."""
+        place = np.digitize(self.cir[:, block], edges[1:-1])
+        images = np.bincount(place, minlength=len(edges) - 1)
+        opened = np.bincount(place, self.open[:, block], minlength=len(edges) - 1)
+        return np.divide(opened, images, out=np.full(len(images), np.nan), where=images > 0)
+
+    def extremes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Places in these arrays of the images that took the fewest and the most blocks."""
+        order = np.argsort(self.computed, kind="stable")
+        return order[:number], order[::-1][:number]

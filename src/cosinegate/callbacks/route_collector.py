@@ -1,0 +1,44 @@
+"""Keeps what the gates decided for every image of a test."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosinegate.analysis.routes import Routes
+from cosinegate.lit import LitCosineGate
+from cosinegate.networks import Output
+
+
+class RouteCollector(L.Callback):
+    """`routes` is what the last test found; of several processes each keeps its own share of the images."""
+
+    def __init__(self) -> None:
+        self.routes: Routes | None = None
+
+    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self.parts: list[tuple[Tensor, ...]] = []
+
+    def on_test_batch_end(
+        self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: Output, batch: Any, *where: int
+    ) -> None:
+        part = [batch[1], outputs.logits.argmax(1)]
+        if outputs.routing is not None:
+            part += [outputs.routing.gates.bool(), outputs.routing.cir, outputs.routing.logits]
+        self.parts.append(tuple(tensor.detach().cpu() for tensor in part))
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        label, predicted, *routing = (torch.cat(parts).numpy() for parts in zip(*self.parts, strict=True))
+        index = trainer.global_rank + trainer.world_size * np.arange(len(label))
+        if not routing:
+            computed = np.ones((len(label), len(pl_module.network.blocks)), dtype=bool)
+            self.routes = Routes(index, label, predicted, computed, None, None)
+            return
+        computed, cir, logits = routing
+        gates = [block.gate for block in pl_module.network.blocks]
+        gamma = np.array([gate.gamma.item() for gate in gates])
+        turn = torch.logit(torch.tensor(gates[0].relaxation.threshold)).item()
+        offset = (logits / gamma - cir).mean(0)  # c(x) of ℓ = γ·(CIR + c(x))
+        self.routes = Routes(index, label, predicted, computed, cir, turn / gamma - offset)

@@ -1,0 +1,80 @@
+"""What W&B shows beside the curves: heat maps, CIR histograms and example images with their routes."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import matplotlib.pyplot as plt
+import numpy as np
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+
+from cosinegate.analysis.heat_maps import block_by_epoch, class_by_block
+from cosinegate.analysis.routes import Routes
+from cosinegate.callbacks.route_collector import RouteCollector
+from cosinegate.lit import LitCosineGate
+from cosinegate.loggers import MetricsCSV
+
+BY_EPOCH = ("train/*", "val/*", "gates/*", "cir/*", "flops/*", "schedule/*", "speed/*")
+EXAMPLES = 16  # of the images that took the fewest blocks, and as many of those that took the most
+
+
+class WandbMedia(L.Callback):
+    """Does nothing without a W&B logger."""
+
+    def __init__(self, collector: RouteCollector) -> None:
+        self.collector = collector
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        for run in _runs(trainer):
+            run.define_metric("epoch")
+            for names in BY_EPOCH:
+                run.define_metric(names, step_metric="epoch")
+            run.define_metric("val/acc", step_metric="epoch", summary="max")
+            run.define_metric("val/loss", step_metric="epoch", summary="min")
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        for run in _runs(trainer):
+            run.log(self._media(trainer) | {"epoch": trainer.max_epochs - 1})
+
+    def _media(self, trainer: L.Trainer) -> dict[str, Any]:
+        routes, image_set = self.collector.routes, trainer.datamodule.image_set
+        images = trainer.datamodule.splits["test"][0].cpu().numpy()
+        media = {"routes/examples": examples(routes, images, image_set.classes)}
+        if routes.cir is None:
+            return media
+        rows = next(logger.rows for logger in trainer.loggers if isinstance(logger, MetricsCSV))
+        figures = {
+            "media/block_x_epoch": block_by_epoch(rows),
+            "media/class_x_block": class_by_block(routes.by_class(len(image_set.classes)), image_set.classes),
+        }
+        media |= {name: wandb.Image(figure) for name, figure in figures.items()}
+        for figure in figures.values():
+            plt.close(figure)
+        blocks = routes.cir.shape[1]
+        return media | {
+            f"media/cir_block_{b:02d}": wandb.Histogram(routes.cir[:, b], num_bins=64) for b in range(blocks)
+        }
+
+
+def examples(routes: Routes, images: np.ndarray, classes: tuple[str, ...]) -> wandb.Table:
+    """The images that took the fewest and the most blocks, with their routes."""
+    table = wandb.Table(columns=["image", "class", "predicted", "blocks", "route"])
+    for place in np.concatenate(routes.extremes(min(EXAMPLES, len(routes.index) // 2))):
+        pixels = images[routes.index[place]]  # (H, W, C)
+        route = "".join("■" if is_open else "□" for is_open in routes.open[place])
+        words = classes[routes.label[place]], classes[routes.predicted[place]]
+        table.add_data(
+            wandb.Image(pixels.squeeze(-1) if pixels.shape[2] == 1 else pixels),
+            *words,
+            int(routes.computed[place]),
+            route,
+        )
+    return table
+
+
+def _runs(trainer: L.Trainer) -> list[Any]:
+    return (
+        [logger.experiment for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        if trainer.is_global_zero
+        else []
+    )

@@ -1,0 +1,99 @@
+"""What the page shows of a run, as plain values."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from PIL import Image
+
+from cosinegate.analysis.curves import phases
+from cosinegate.analysis.routes import Routes
+from cosinegate.errors import UserError
+from cosinegate.evaluate import checkpoint_path, find_routes, load_checkpoint
+from cosinegate.record import Row, read_metrics, read_record
+
+EXAMPLES = 24  # images that took the fewest blocks, and as many that took the most
+BINS = 40  # of CIR
+CURVES = ("train/acc", "val/acc", "train/loss", "val/loss", "gates/mean", "gates/relaxed_mean", "gates/skip_percent")
+CURVES += ("flops/counted", "flops/executed", "schedule/prog", "schedule/lr", "schedule/temperature")
+
+
+def run_content(folder: Path, limit_batches: int | None = None) -> dict[str, Any]:
+    """A run's card, curves and, from its checkpoint, what the gates did with every test image."""
+    record = read_record(folder)
+    if record is None:
+        raise UserError(f"runs = {folder}: has no record.json; give a run's folder")
+    rows = read_metrics(folder)
+    config = folder / "config.yaml"
+    settings = OmegaConf.load(config) if config.exists() else OmegaConf.create()
+    content = {
+        "name": f"{record['experiment']} {folder.name}",
+        "folder": folder.as_posix(),
+        "record": record,
+        "config": config.read_text() if config.exists() else "",
+        "epochs": sorted(rows),
+        "curves": {name: _curve(rows, name) for name in CURVES if any(name in row for row in rows.values())},
+        "blocks": _blocks(rows),
+        "tau_target": record.get("tau_target"),
+        "gated": record["gate"] != "none",
+        "phases": phases(rows, OmegaConf.select(settings, "objective.warmup_epochs") or 0),
+    }
+    if not (folder / "checkpoints" / "last.ckpt").is_file():
+        return content | {"routes": None}
+    which = "best" if record["selected_on"] == "holdout" and record["status"] == "finished" else "last"
+    module, trained = load_checkpoint(checkpoint_path(folder, which))
+    routes, data = find_routes(module, trained, limit_batches)
+    pixels = data.splits["test"][0].numpy()
+    return content | {"routes": routes_content(routes, pixels, data.image_set.classes)}
+
+
+def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    fewest, most = routes.extremes(min(EXAMPLES, len(routes.index) // 2))
+    content: dict[str, Any] = {
+        "images": len(routes.index),
+        "classes": list(classes),
+        "class_x_block": routes.by_class(len(classes)).tolist(),
+        "by_computed": routes.accuracy_by_computed(),
+        "paths": routes.paths(most=12),
+        "number_of_paths": len(np.unique(routes.open, axis=0)),
+        "examples": [_example(routes, place, pixels, classes) for place in (*fewest, *most)],
+        "fewest": len(fewest),
+        "cir": None,
+    }
+    if routes.cir is not None:
+        edges = np.linspace(0, max(1.0, float(routes.cir.max())), BINS + 1)
+        blocks = range(routes.cir.shape[1])
+        content["cir"] = {
+            "edges": edges.tolist(),
+            "counts": [np.histogram(routes.cir[:, b], edges)[0].tolist() for b in blocks],
+            "open_rate": [routes.open_rate_by_cir(b, edges).tolist() for b in blocks],
+            "threshold": routes.threshold.tolist(),
+            "open": routes.open.mean(0).tolist(),
+        }
+    return content
+
+
+def _example(routes: Routes, place: int, pixels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    picture = pixels[routes.index[place]]
+    file = io.BytesIO()
+    Image.fromarray(picture.squeeze(-1) if picture.shape[2] == 1 else picture).save(file, "PNG")
+    return {
+        "src": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}",
+        "index": int(routes.index[place]),
+        "label": classes[routes.label[place]],
+        "predicted": classes[routes.predicted[place]],
+        "open": routes.open[place].astype(int).tolist(),
+        "cir": None if routes.cir is None else routes.cir[place].round(3).tolist(),
+    }
+
+
+def _curve(rows: dict[int, Row], name: str) -> list[float | None]:
+    return [rows[epoch].get(name) for epoch in sorted(rows)]
+
+
+def _blocks(rows: dict[int, Row]) -> list[list[float | None]]:
+    names = sorted({name for row in rows.values() for name in row if name.startswith("gates/block_")})
+    return [_curve(rows, name) for name in names]

@@ -1,0 +1,66 @@
+"""Puts the page together: template, style, charts' library, data and script in one file."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from cosinegate.analysis import pareto
+from cosinegate.analysis.runs import families, find_runs
+from cosinegate.analysis.tables import chosen_folders
+from cosinegate.console import say
+from cosinegate.errors import UserError
+from cosinegate.files import write_atomically
+from cosinegate.report.content import run_content
+
+HERE = Path(__file__).parent
+
+
+def report(config: DictConfig) -> None:
+    """Writes the report that the config asks for, and says where."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if config.runs is None and config.sweep is None:
+        raise UserError("runs has no value: give a run's folder, as in runs=[runs/mnist/<run>], or sweep=quick")
+    folders = chosen_folders(config)
+    default = folders[0] / "report.html" if len(folders) == 1 else Path("results/report.html")
+    path = default if config.path is None else Path(config.path)
+    write_report(folders, path, config.limit_batches)
+    say(f"report  {path}  ({path.stat().st_size / 2**20:.1f} MB, opens from disk)")
+
+
+def write_report(folders: list[Path], path: Path, limit_batches: int | None = None) -> None:
+    """One self-contained HTML file about the runs in the folders."""
+    content = {"runs": [run_content(folder, limit_batches) for folder in folders], "frontier": _frontier(folders)}
+    data = json.dumps(_finite(content), allow_nan=False).replace("</", "<\\/")
+    page = (HERE / "page.html").read_text()
+    for mark, name in {"style": "page.css", "library": "echarts.min.js", "script": "page.js"}.items():
+        page = page.replace("{{" + mark + "}}", (HERE / name).read_text())
+    page = page.replace("{{data}}", data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, page)
+
+
+def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
+    """The runs that can be compared with the first, as points; none where there are no two."""
+    found = families(find_runs(folders, lambda words: None))
+    points = []
+    for configurations in list(found.values())[:1]:
+        for one in pareto.mark(configurations, "counted"):
+            (counted, _), (accuracy, _) = one.cost("counted"), one.accuracy()
+            points.append(
+                {"label": one.label, "counted": counted, "accuracy": accuracy, "on_frontier": one.on_frontier}
+            )
+    return points
+
+
+def _finite(node: Any) -> Any:
+    """JSON has no word for what is not a number."""
+    if isinstance(node, dict):
+        return {key: _finite(child) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        return [_finite(child) for child in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node

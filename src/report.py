@@ -1,0 +1,17 @@
+"""One HTML file about one run or several: `python src/report.py runs=[runs/mnist/<run>]`, or `make report RUN=...`."""
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require_positive
+
+
+def task(config: DictConfig) -> None:
+    require_positive(config, "threads", "limit_batches")
+    from cosinegate.report.page import report
+
+    report(config)
+
+
+if __name__ == "__main__":
+    cli.run(task, "report")
