@@ -9,7 +9,7 @@ RUN ?=
 X ?= counted
 ARGS ?=
 
-.PHONY: help setup quickstart train data pareto report test test-data bench clean
+.PHONY: help setup quickstart train data pareto report dashboard test browser test-data bench clean
 
 comma := ,
 space := $(subst ,, )
@@ -47,10 +47,17 @@ endif
 report: setup ## one HTML file about a run: make report RUN=runs/mnist/<run>, or RUNS='...' or SWEEP=quick
 	$(BIN)/python src/report.py $(if $(SWEEP),sweep=$(SWEEP),'runs=[$(subst $(space),$(comma),$(strip $(or $(RUN),$(RUNS))))]') $(ARGS)
 
-test: setup ## lint, and every test that needs no download
+dashboard: setup ## save the W&B workspace of the project (needs an account)
+	$(BIN)/python src/dashboard.py $(ARGS)
+
+test: setup browser ## lint, and every test that needs no download
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+browser: # Debian's chromium for the report's tests, where it can be installed
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+	>/dev/null 2>&1 || echo "no chromium and no apt-get to install it: the report is not tested in a browser"
 
 test-data: setup ## the real CIFAR-10 and MNIST paths
 	$(BIN)/python -m pytest -m data $(ARGS)

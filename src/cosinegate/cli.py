@@ -39,7 +39,7 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         except KeyboardInterrupt:
             _end_interrupted()
         except Exception as error:
-            if current_job() is not None and config_name == "train":  # the launcher keeps it and goes on with the next job
+            if current_job() is not None and config_name == "train":  # the launcher keeps it and goes on
                 raise UserError(why_it_ended(error, config)) from None
             if isinstance(error, UserError | OmegaConfBaseException):
                 _end(error)

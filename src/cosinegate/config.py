@@ -215,11 +215,18 @@ class ReportConfig:
     limit_batches: int | None = None
 
 
+@dataclass
+class DashboardConfig:
+    project: str = MISSING
+    entity: str | None = None
+
+
 ConfigStore.instance().store(name="schema", node=Config)
 ConfigStore.instance().store(name="evaluate_schema", node=EvaluateConfig)
 ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
 ConfigStore.instance().store(name="search_schema", node=SearchConfig)
 ConfigStore.instance().store(name="report_schema", node=ReportConfig)
+ConfigStore.instance().store(name="dashboard_schema", node=DashboardConfig)
 ConfigStore.instance().store(name="pareto_schema", node=ParetoConfig)
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.

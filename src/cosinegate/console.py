@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from cosinegate.routing import RoutingSummary
 
 
+BARS = "·▁▂▃▄▅▆▇█"
+
+
 def say(words: str) -> None:
     """A line, from the first of several processes alone."""
     if _is_first_process():
@@ -51,6 +54,8 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
         ]
     for row in rows:
         table.add_row(*row)
+    if record["gate"] != "none":
+        table.add_row("open by block", bars(record["blocks_open"]), "first to last; full: every image computes it")
     Console().print(table)
     figure = folder / "figures" / "curves.png"
     if figure.exists():
@@ -75,6 +80,11 @@ def show_routing(summary: "RoutingSummary", classes: tuple[str, ...]) -> None:
         table.add_row("CIR", "", *(f"{value:.2f}" for value in summary.cir.tolist()))
     widest = 28 + 7 * summary.open.numel()
     Console(width=max(Console().width, widest)).print(table)  # rather wrapped by the terminal than cut off
+
+
+def bars(shares: list[float]) -> str:
+    """A letter a block: how many of the images compute it."""
+    return "".join(BARS[round(share * (len(BARS) - 1))] for share in shares)
 
 
 def _is_first_process() -> bool:

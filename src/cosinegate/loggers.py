@@ -71,9 +71,10 @@ def wandb_logger(
     if mode not in WANDB_MODES:
         raise UserError(f"logger.wandb.mode = {mode}: must be one of {', '.join(WANDB_MODES)}")
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_account() else "offline")
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_account() else "offline")
     folder = Path(run_dir)
     run_id = f"{folder.parent.name}-{folder.name}"
+    os.environ["WANDB_DATA_DIR"] = str(folder / "wandb" / "data")  # a table's images: beside the run, not in the home
     if "WANDB_SWEEP_ID" not in os.environ:  # an agent of a W&B sweep has its own
         kwargs |= {"id": run_id, "project": project}
     words = [tag.name if isinstance(tag, Enum) else tag for tag in tags]  # an interpolated choice is no word yet
@@ -81,7 +82,8 @@ def wandb_logger(
     return WandbLogger(name=run_id, save_dir=run_dir, mode=mode, resume="allow", **kwargs)
 
 
-def _has_account() -> bool:
+def has_account() -> bool:
+    """Whether W&B has a key on this machine."""
     import wandb
     from wandb.sdk.lib import wbauth
 

@@ -40,6 +40,7 @@ class GateStatistics(L.Callback):
         relaxed = sums[:-1] / sums[-1]
         names = {f"gates/relaxed_block_{i:02d}": value for i, value in enumerate(relaxed)}
         pl_module.log_dict(names | {"gates/relaxed_mean": relaxed.mean()}, sync_dist=True)
+        pl_module.log("gates/target", pl_module.objective.tau_target, sync_dist=True)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self.hard.to(pl_module.device).reset()

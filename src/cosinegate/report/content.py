@@ -15,13 +15,12 @@ from cosinegate.errors import UserError
 from cosinegate.evaluate import checkpoint_path, find_routes, load_checkpoint
 from cosinegate.record import Row, read_metrics, read_record
 
-EXAMPLES = 24  # images that took the fewest blocks, and as many that took the most
 BINS = 40  # of CIR
 CURVES = ("train/acc", "val/acc", "train/loss", "val/loss", "gates/mean", "gates/relaxed_mean", "gates/skip_percent")
 CURVES += ("flops/counted", "flops/executed", "schedule/prog", "schedule/lr", "schedule/temperature")
 
 
-def run_content(folder: Path, limit_batches: int | None = None) -> dict[str, Any]:
+def run_content(folder: Path, examples: int, limit_batches: int | None = None) -> dict[str, Any]:
     """A run's card, curves and, from its checkpoint, what the gates did with every test image."""
     record = read_record(folder)
     if record is None:
@@ -36,6 +35,7 @@ def run_content(folder: Path, limit_batches: int | None = None) -> dict[str, Any
         "config": config.read_text() if config.exists() else "",
         "epochs": sorted(rows),
         "curves": {name: _curve(rows, name) for name in CURVES if any(name in row for row in rows.values())},
+        "skipped": [None if share is None else 1 - share for share in _curve(rows, "gates/mean")],
         "blocks": _blocks(rows),
         "tau_target": record.get("tau_target"),
         "gated": record["gate"] != "none",
@@ -47,11 +47,12 @@ def run_content(folder: Path, limit_batches: int | None = None) -> dict[str, Any
     module, trained = load_checkpoint(checkpoint_path(folder, which))
     routes, data = find_routes(module, trained, limit_batches)
     pixels = data.splits["test"][0].numpy()
-    return content | {"routes": routes_content(routes, pixels, data.image_set.classes)}
+    return content | {"routes": routes_content(routes, pixels, data.image_set.classes, examples)}
 
 
-def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
-    fewest, most = routes.extremes(min(EXAMPLES, len(routes.index) // 2))
+def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...], examples: int) -> dict[str, Any]:
+    """What the gates did, and `examples` images that took the fewest blocks and as many that took the most."""
+    fewest, most = routes.extremes(min(examples, len(routes.index) // 2))
     content: dict[str, Any] = {
         "images": len(routes.index),
         "classes": list(classes),
@@ -64,7 +65,7 @@ def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...])
         "cir": None,
     }
     if routes.cir is not None:
-        edges = np.linspace(0, max(1.0, float(routes.cir.max())), BINS + 1)
+        edges = np.linspace(0, np.ceil(max(1.0, float(routes.cir.max())) * 5) / 5, BINS + 1)
         blocks = range(routes.cir.shape[1])
         content["cir"] = {
             "edges": edges.tolist(),

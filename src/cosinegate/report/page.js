@@ -53,6 +53,7 @@ function drawCurves(run, other) {
   const names = { "gates/mean": "mean gate, hard (FLOPs counted)", "flops/executed": "FLOPs executed / dense" };
   if (run.gated) Object.assign(names, { "gates/relaxed_mean": "mean gate, relaxed", "schedule/prog": "prog(t)" });
   const series = both(names, {});
+  if (run.gated) series.push({ name: "skipped, as the paper counts", type: "line", symbolSize: 5, data: run.epochs.map((epoch, k) => [epoch, run.skipped[k]]) });
   if (run.gated && series.length) {
     Object.assign(series[0], marked(run));
     series[0].markLine = { symbol: "none", lineStyle: { type: "dotted" }, data: [{ yAxis: run.tau_target, name: "target" }] };
@@ -66,9 +67,9 @@ function drawCurves(run, other) {
 function heat(id, words, columns, rows, cells, x, y) {
   draw(id, words, {
     tooltip: { formatter: ({ value }) => `${y} ${rows[value[1]]}, ${x} ${columns[value[0]]}: ${percent(value[2])} compute it` },
-    grid: { left: 90, right: 24, top: 16, bottom: 90 },
-    xAxis: { type: "category", data: columns, name: x, nameLocation: "middle", nameGap: 28 },
-    yAxis: { type: "category", data: rows, name: y, inverse: true },
+    grid: { left: 12, right: 24, top: 28, bottom: 84, containLabel: true },
+    xAxis: { type: "category", data: columns, name: x, nameLocation: "middle", nameGap: 26 },
+    yAxis: { type: "category", data: rows, name: y, nameLocation: "start", inverse: true },
     visualMap: { min: 0, max: 1, calculable: true, orient: "horizontal", left: "center", bottom: 0, inRange: { color: CIVIDIS }, formatter: (v) => percent(v) },
     series: [{ type: "heatmap", data: cells }],
   });
@@ -119,7 +120,8 @@ function fill(id, examples) {
   $(id).replaceChildren(...examples.map((example) => {
     const button = document.createElement("button");
     const image = Object.assign(document.createElement("img"), { src: example.src, alt: `${example.label}, ${count(example)} blocks` });
-    button.append(image);
+    const route = Object.assign(document.createElement("span"), { className: "small", textContent: squares(example.open.join("")) });
+    button.append(image, route);
     button.type = "button";
     button.setAttribute("aria-pressed", "false");
     button.addEventListener("click", () => pick(button, example));

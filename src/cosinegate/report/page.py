@@ -34,7 +34,9 @@ def report(config: DictConfig) -> None:
 
 def write_report(folders: list[Path], path: Path, limit_batches: int | None = None) -> None:
     """One self-contained HTML file about the runs in the folders."""
-    content = {"runs": [run_content(folder, limit_batches) for folder in folders], "frontier": _frontier(folders)}
+    examples = max(4, min(24, 96 // len(folders)))  # a page of many runs stays small
+    runs = [run_content(folder, examples, limit_batches) for folder in folders]
+    content = {"runs": runs, "frontier": _frontier(folders)}
     data = json.dumps(_finite(content), allow_nan=False).replace("</", "<\\/")
     page = (HERE / "page.html").read_text()
     for mark, name in {"style": "page.css", "library": "echarts.min.js", "script": "page.js"}.items():

@@ -1,0 +1,27 @@
+"""Save the W&B workspace of the project: `python src/dashboard.py`, or `make dashboard`. Needs a W&B account."""
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require
+from cosinegate.errors import UserError
+
+
+def task(config: DictConfig) -> None:
+    require(config)
+    from cosinegate.loggers import has_account
+
+    if not has_account():
+        raise UserError(
+            "a dashboard lives on W&B's server: log in once with `wandb login`, then `make dashboard` again"
+        )
+    import wandb
+
+    from cosinegate.dashboard import build_workspace
+
+    entity = config.entity or wandb.Api().default_entity
+    print(f"saved  {build_workspace(entity, config.project).save().url}")
+
+
+if __name__ == "__main__":
+    cli.run(task, "dashboard")
