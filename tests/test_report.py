@@ -104,7 +104,7 @@ def test_the_controls_do_what_they_say(runs, opened, tmp_path):
     before = caption(page, "accuracy")
     page.select_option("#run", "1")
     assert caption(page, "accuracy") != before
-    assert "2 runs" in caption(page, "frontier")
+    assert "2 configurations" in caption(page, "frontier")
 
 
 def test_it_fits_a_phone_and_a_dark_room(runs, opened, tmp_path):

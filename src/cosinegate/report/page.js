@@ -32,14 +32,14 @@ function lines(run, names, style, prefix = "") {
 }
 
 function marked(run) {
-  const phase = run.phases.map(([name, start, end]) => [{ name, xAxis: start }, { xAxis: end }]);
+  const phase = run.phases.map(([name, start, end]) => [{ name: window.innerWidth < 600 ? name.split(" ")[0] : name, xAxis: start }, { xAxis: end }]);
   const itemStyle = { color: "rgba(128,128,128,.08)", borderColor: "rgba(128,128,128,.5)", borderWidth: 1 };
   return phase.length ? { markArea: { silent: true, itemStyle, label: { fontSize: 10, color: "#888" }, data: phase } } : {};
 }
 
 function drawCurves(run, other) {
   const first = run.epochs[0] ?? 1, last = run.epochs[run.epochs.length - 1] ?? 1;
-  const x = axis("epoch", { min: first - 0.5, max: Math.max(last, ...(other ? other.epochs : [])) + 0.5, minInterval: 1 });
+  const x = axis("epoch", { min: first - 0.5, max: Math.max(last, ...(other ? other.epochs : [])) + 0.5, minInterval: 1, axisLabel: { showMinLabel: false, showMaxLabel: false } });
   const both = (names, style) => [
     ...lines(run, names, style),
     ...(other ? lines(other, names, { ...style, lineStyle: { type: "dashed" } }, "other: ") : []),
@@ -106,10 +106,10 @@ function drawRoutes(run) {
   draw("by-computed", "Accuracy by the number of blocks that computed an image: " + groups.map(([n, count, acc]) => `${n} blocks, ${count} images, ${percent(acc)}`).join("; ") + ".",
     { tooltip: { trigger: "axis" }, legend: { top: 0 }, xAxis: { type: "category", name: "blocks computed", nameLocation: "middle", nameGap: 28, data: groups.map(([n]) => String(n)) },
       yAxis: [axis("images"), axis("accuracy", { min: 0, max: 1 })],
-      series: [{ name: "images", type: "bar", data: groups.map((g) => g[1]) }, { name: "accuracy", type: "line", yAxisIndex: 1, symbolSize: 9, data: groups.map((g) => g[2]) }] });
-  draw("paths", `${all} distinct paths. The most common, ■ computed and □ skipped: ` + paths.slice(0, 3).map(([word, count, acc]) => `${squares(word)} ${percent(count / images)} of the images, accuracy ${percent(acc)}`).join("; ") + ".",
+      series: [{ name: "images", type: "bar", barMaxWidth: 64, data: groups.map((g) => g[1]) }, { name: "accuracy", type: "line", yAxisIndex: 1, symbolSize: 9, data: groups.map((g) => g[2]) }] });
+  draw("paths", `${all} distinct ${all === 1 ? "path" : "paths"}. The most common, ■ computed and □ skipped: ` + paths.slice(0, 3).map(([word, count, acc]) => `${squares(word)} ${percent(count / images)} of the images, accuracy ${percent(acc)}`).join("; ") + ".",
     { tooltip: { trigger: "axis" }, grid: { left: 12, right: 40, top: 16, bottom: 40, containLabel: true }, xAxis: axis("images"), yAxis: { type: "category", inverse: true, data: paths.map(([word]) => squares(word)) },
-      series: [{ name: "images", type: "bar", data: paths.map((p) => p[1]) }] });
+      series: [{ name: "images", type: "bar", barMaxWidth: 28, data: paths.map((p) => p[1]) }] });
   const { examples, fewest } = run.routes;
   fill("fewest", examples.slice(0, fewest)); fill("most", examples.slice(fewest));
 }
@@ -151,7 +151,7 @@ function drawFrontier() {
   $("s-frontier").hidden = frontier.length < 2;
   if (frontier.length < 2) return;
   const step = frontier.filter((p) => p.on_frontier).sort((a, b) => a.counted - b.counted);
-  draw("frontier", `${frontier.length} runs. On the frontier: ` + step.map((p) => `${p.label} ${percent(p.accuracy)} at ${p.counted.toFixed(3)}`).join("; ") + ".",
+  draw("frontier", `${frontier.length} configurations, the mean over their seeds. On the frontier: ` + step.map((p) => `${p.label} ${percent(p.accuracy)} at ${p.counted.toFixed(3)}`).join("; ") + ".",
     { tooltip: { formatter: ({ data }) => `${data.name ?? ""}: ${percent(data.value ? data.value[1] : data[1])}` }, xAxis: axis("FLOPs counted: mean gate", { scale: true }), yAxis: axis("test accuracy", { scale: true, axisLabel: { formatter: percent } }),
       series: [{ type: "scatter", symbolSize: 11, data: frontier.map((p) => ({ name: p.label, value: [p.counted, p.accuracy] })) },
         { type: "line", step: "end", symbol: "none", data: step.map((p) => [p.counted, p.accuracy]) }] });
