@@ -19,8 +19,12 @@ def task(config: DictConfig) -> None:
 
     from cosinegate.dashboard import build_workspace
 
-    entity = config.entity or wandb.Api().default_entity
-    print(f"saved  {build_workspace(entity, config.project).save().url}")
+    try:
+        entity = config.entity or wandb.Api().default_entity
+        saved = build_workspace(entity, config.project).save()
+    except (wandb.Error, ValueError, OSError) as error:
+        raise UserError(f"W&B did not take the workspace: {error}") from error
+    print(f"saved  {saved.url}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,13 @@ HEAVY = [  # what only the built objects can know
     (["data.drop_last=true", "data.batch_size=2000"], ["data.batch_size", "1438"]),
     (["data.mean=[0.1,0.2]", "data.std=[0.1,0.2]"], ["data.mean", "1 channel"]),
     (["data.validation=holdout", "data.holdout=5000"], ["data.holdout", "1438"]),
-    (["callbacks.lr_monitor.logging_interval=never"], ["logging_interval"]),
+    (
+        [
+            "+callbacks.mine._target_=lightning.pytorch.callbacks.LearningRateMonitor",
+            "+callbacks.mine.logging_interval=never",
+        ],
+        ["logging_interval"],
+    ),
     (["+callbacks.mine._target_=no.such.Callback"], ["no.such"]),
     (["logger=wandb", "logger.wandb.mode=sometimes"], ["logger.wandb.mode", "offline"]),
 ]

@@ -48,7 +48,14 @@ def opened(browser):
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: request.url.startswith(("data:", "file://")) or troubles.append(request.url))
+        page.on(
+            "request",
+            lambda request: (
+                request.url in (path.as_uri(), "about:blank")
+                or request.url.startswith("data:")
+                or troubles.append(request.url)
+            ),
+        )
         page.goto(path.as_uri())
         pages.append(page)
         return page
@@ -98,12 +105,21 @@ def test_the_controls_do_what_they_say(runs, opened, tmp_path):
     assert page.locator("#route-drawing .block").count() == 3
     computed = page.locator("#route-drawing .computed").count()
     assert f"{computed} of 3 blocks computed it" in page.locator("#route figcaption").inner_text()
-    assert "other:" not in page.locator("#accuracy").inner_text()
+    other = f"digits {runs['two'].name}"
+    assert other not in page.locator("#accuracy").inner_text()
     page.select_option("#against", "1")
-    assert "other: validation" in page.locator("#accuracy").inner_text()
+    assert f"{other}: validation" in page.locator("#accuracy").inner_text()
+    assert f"Dashed: {other}" in caption(page, "accuracy")
     before = caption(page, "accuracy")
     page.select_option("#run", "1")
     assert caption(page, "accuracy") != before
+    assert page.locator("#route-drawing .block").count() == 0  # the other run's route is gone
+    words = page.locator("#accuracy").get_attribute("aria-label")
+    page.set_viewport_size({"width": 500, "height": 800})
+    page.wait_for_timeout(200)
+    assert page.locator("#accuracy").get_attribute("aria-label") == words
+    page.locator("#accuracy svg").hover(position={"x": 250, "y": 150})
+    page.get_by_text("validation").last.wait_for()
     assert "2 configurations" in caption(page, "frontier")
 
 
@@ -122,7 +138,26 @@ def test_a_dense_run_has_no_gate_sections(runs, opened, tmp_path):
     write_report([runs["dense"]], path)
     page = opened(path)
     assert page.locator("#accuracy svg").is_visible()
+    assert page.locator(".gated").count() == 3
     assert all(section.is_hidden() for section in page.locator(".gated").all())
+    assert "exploration" not in page.locator("#accuracy").inner_text()
+    assert "gate" not in caption(page, "efficiency")
+
+
+def test_odd_words_and_missing_numbers_break_nothing(runs, opened, tmp_path):
+    odd = tmp_path / "odd"
+    shutil.copytree(runs["one"], odd)
+    record = json.loads((odd / "record.json").read_text())
+    record |= {"experiment": "<!-- <script> <img src=x onerror=alert(1)>", "images_per_second": float("nan")}
+    (odd / "record.json").write_text(json.dumps(record))
+    (odd / "metrics.csv").unlink()
+    write_report([odd, runs["two"]], tmp_path / "report.html")
+    page = opened(tmp_path / "report.html")
+    assert "<!-- <script> <img" in page.locator("#card").inner_text()
+    page.locator("#frontier svg").hover(position={"x": 600, "y": 150})
+    assert page.locator("#cir svg").count() == 1
+    page.locator("#fewest button").first.click()
+    assert page.locator("#route-drawing .block").count() == 3
 
 
 def test_an_unfinished_run_is_marked(runs, opened, tmp_path):
@@ -151,3 +186,7 @@ def test_a_corrupt_record_is_one_line(runs, tmp_path):
     with pytest.raises(UserError, match=r"has no record\.json"):
         write_report([tmp_path], tmp_path / "report.html")
     assert_one_line(process("src/report.py"), "runs has no value")
+    record = json.loads((runs["one"] / "record.json").read_text())
+    (broken / "record.json").write_text(json.dumps({k: v for k, v in record.items() if k != "versions"}))
+    with pytest.raises(UserError, match="has no versions"):
+        write_report([broken], tmp_path / "report.html")

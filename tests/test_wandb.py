@@ -38,7 +38,7 @@ def test_a_run_has_every_curve_and_picture(logged):
     items = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
     names = {name for item in items for name in item}
     assert names >= CURVES
-    for name in CURVES - {"schedule/lr"}:
+    for name in CURVES:
         assert sum(name in item for item in items) == 2, name  # one value an epoch
     (media,) = [item for item in items if "media/block_x_epoch._type" in item]
     assert media["media/class_x_block._type"] == "image-file"
@@ -63,6 +63,9 @@ def test_gate_curves_have_the_epoch_axis_and_the_summary_holds_the_best(logged):
     assert {axis[name] for name in ("gates/*", "cir/*", "flops/*", "train/*", "val/acc")} == {"epoch"}
     (best,) = [metric for metric in metrics if metric.get("name") == "val/acc"]
     assert best["summary"] == {"max": True}
+    items = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
+    lr = {item["epoch"]: item["schedule/lr"] for item in items if "schedule/lr" in item}
+    assert lr == pytest.approx({0: 0.1, 1: 0.05})
 
 
 def test_group_and_tags_are_the_sweeps_and_the_experiments(logged):
@@ -76,7 +79,7 @@ def test_the_workspace_has_its_sections_and_only_metrics_that_are_logged():
     workspace = build_workspace("someone", "cosinegate")
     assert [section.name for section in workspace.sections] == ["Accuracy", "Gates", "Geometry", "Compute", "Sweep"]
     named = {getattr(y, "name", y) for section in workspace.sections for panel in section.panels for y in _ys(panel)}
-    assert named - {"val/loss", "gates/dynamic_blocks", "gates/paths", "speed/images_per_second"} <= CURVES
+    assert named - {"val/acc.max", "val/loss", "gates/dynamic_blocks", "gates/paths", "speed/images_per_second"} <= CURVES
     kinds = [type(panel).__name__ for panel in workspace.sections[-1].panels]
     assert kinds == ["ScatterPlot", "ScatterPlot", "ParallelCoordinatesPlot"]
 

@@ -39,7 +39,10 @@ def build_workspace(entity: str, project: str) -> ws.Workspace:
             ),
             ws.Section(
                 name="Geometry",
-                panels=[wr.LinePlot(title="mean CIR, a curve a block", x=EPOCH, metric_regex=r"cir/block_\d+")],
+                panels=[
+                    wr.LinePlot(title="mean CIR, a curve a block", x=EPOCH, metric_regex=r"cir/block_\d+"),
+                    wr.MediaBrowser(title="CIR histograms", media_keys=[f"media/cir_block_{b:02d}" for b in range(9)]),
+                ],
             ),
             ws.Section(
                 name="Compute",
@@ -52,10 +55,10 @@ def build_workspace(entity: str, project: str) -> ws.Workspace:
                 name="Sweep",
                 panels=[
                     wr.ScatterPlot(
-                        title="accuracy against the mean gate", x=_summary("gates/mean"), y=_summary("val/acc")
+                        title="accuracy against the mean gate", x=_summary("gates/mean"), y=_summary("val/acc.max")
                     ),
                     wr.ScatterPlot(
-                        title="accuracy against executed FLOPs", x=_summary("flops/executed"), y=_summary("val/acc")
+                        title="accuracy against executed FLOPs", x=_summary("flops/executed"), y=_summary("val/acc.max")
                     ),
                     wr.ParallelCoordinatesPlot(
                         title="what was varied and what came of it",
@@ -64,7 +67,7 @@ def build_workspace(entity: str, project: str) -> ws.Workspace:
                             wr.ParallelCoordinatesPlotColumn(wr.Config("objective.tau_target")),
                             wr.ParallelCoordinatesPlotColumn(wr.Config("gate.gamma.init")),
                             wr.ParallelCoordinatesPlotColumn(_summary("gates/mean")),
-                            wr.ParallelCoordinatesPlotColumn(_summary("val/acc")),
+                            wr.ParallelCoordinatesPlotColumn(_summary("val/acc.max")),
                         ],
                     ),
                 ],

@@ -19,6 +19,8 @@ class Warmup(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.objective.prog = prog(trainer.current_epoch, self.config.warmup_epochs)
+        lr = trainer.optimizers[0].param_groups[0]["lr"]
+        pl_module.log("schedule/lr", lr, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if self.config.per_step:
@@ -27,9 +29,6 @@ class Warmup(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)
-        groups = trainer.optimizers[0].param_groups
-        if len(groups) > 1:  # lightning's monitor then logs schedule/lr/pg1 and pg2 alone
-            pl_module.log("schedule/lr", groups[0]["lr"], sync_dist=True)
 
 
 class Anneal(L.Callback):

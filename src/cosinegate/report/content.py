@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
+from yaml import YAMLError
 
 from cosinegate.analysis.curves import phases
 from cosinegate.analysis.routes import Routes
@@ -16,8 +18,8 @@ from cosinegate.evaluate import checkpoint_path, find_routes, load_checkpoint
 from cosinegate.record import Row, read_metrics, read_record
 
 BINS = 40  # of CIR
-CURVES = ("train/acc", "val/acc", "train/loss", "val/loss", "gates/mean", "gates/relaxed_mean", "gates/skip_percent")
-CURVES += ("flops/counted", "flops/executed", "schedule/prog", "schedule/lr", "schedule/temperature")
+CURVES = ("train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed", "schedule/prog")
+NEEDED = ("experiment", "data", "gate", "selected_on", "versions", "flops", "accuracy", "command")
 
 
 def run_content(folder: Path, examples: int, limit_batches: int | None = None) -> dict[str, Any]:
@@ -25,9 +27,15 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     record = read_record(folder)
     if record is None:
         raise UserError(f"runs = {folder}: has no record.json; give a run's folder")
+    missing = [key for key in NEEDED if not isinstance(record.get(key), str | dict)]
+    if missing:
+        raise UserError(f"{folder / 'record.json'} has no {', '.join(missing)}")
     rows = read_metrics(folder)
     config = folder / "config.yaml"
-    settings = OmegaConf.load(config) if config.exists() else OmegaConf.create()
+    try:
+        settings = OmegaConf.load(config) if config.exists() else OmegaConf.create()
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{config} cannot be read: {error}") from error
     content = {
         "name": f"{record['experiment']} {folder.name}",
         "folder": folder.as_posix(),
@@ -39,9 +47,11 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
         "blocks": _blocks(rows),
         "tau_target": record.get("tau_target"),
         "gated": record["gate"] != "none",
-        "phases": phases(rows, OmegaConf.select(settings, "objective.warmup_epochs") or 0),
+        "phases": [],
     }
-    if not (folder / "checkpoints" / "last.ckpt").is_file():
+    if content["gated"]:
+        content["phases"] = phases(rows, OmegaConf.select(settings, "objective.warmup_epochs") or 0)
+    if not content["gated"] or not (folder / "checkpoints" / "last.ckpt").is_file():
         return content | {"routes": None}
     which = "best" if record["selected_on"] == "holdout" and record["status"] == "finished" else "last"
     module, trained = load_checkpoint(checkpoint_path(folder, which))
@@ -92,7 +102,7 @@ def _example(routes: Routes, place: int, pixels: np.ndarray, classes: tuple[str,
 
 
 def _curve(rows: dict[int, Row], name: str) -> list[float | None]:
-    return [rows[epoch].get(name) for epoch in sorted(rows)]
+    return [round(rows[epoch][name], 5) if name in rows[epoch] else None for epoch in sorted(rows)]
 
 
 def _blocks(rows: dict[int, Row]) -> list[list[float | None]]:

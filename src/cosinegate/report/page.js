@@ -12,7 +12,7 @@ function draw(id, words, option) {
   const element = $(id);
   if (charts[id]) charts[id].dispose();
   charts[id] = echarts.init(element, dark.matches ? "dark" : null, { renderer: "svg" });
-  const common = { backgroundColor: "transparent", color: COLOURS, animation: false, aria: { enabled: true } };
+  const common = { backgroundColor: "transparent", color: COLOURS, animation: false };
   charts[id].setOption({ ...common, grid: { left: 60, right: 24, top: 48, bottom: 56 }, ...option });
   element.setAttribute("role", "img");
   element.setAttribute("aria-label", words);
@@ -26,7 +26,7 @@ function lines(run, names, style, prefix = "") {
   return Object.entries(names)
     .filter(([name]) => run.curves[name])
     .map(([name, label]) => ({
-      name: prefix + label, type: "line", symbolSize: 5, ...style,
+      name: prefix + label, type: "line", symbolSize: 5, connectNulls: true, ...style,
       data: run.epochs.map((epoch, k) => [epoch, run.curves[name][k]]),
     }));
 }
@@ -40,27 +40,31 @@ function marked(run) {
 function drawCurves(run, other) {
   const first = run.epochs[0] ?? 1, last = run.epochs[run.epochs.length - 1] ?? 1;
   const x = axis("epoch", { min: first - 0.5, max: Math.max(last, ...(other ? other.epochs : [])) + 0.5, minInterval: 1, axisLabel: { showMinLabel: false, showMaxLabel: false } });
-  const both = (names, style) => [
-    ...lines(run, names, style),
-    ...(other ? lines(other, names, { ...style, lineStyle: { type: "dashed" } }, "other: ") : []),
-  ];
+  const both = (names, style) => { // the other run's curve has its counterpart's colour, dashed
+    const own = lines(run, names, style).map((line, k) => ({ ...line, color: COLOURS[k % COLOURS.length] }));
+    if (!other) return own;
+    const theirs = lines(other, names, { ...style, lineStyle: { type: "dashed" } }, `${other.name}: `);
+    return [...own, ...theirs.map((line) => ({ ...line, color: own.find((o) => line.name.endsWith(`: ${o.name}`))?.color }))];
+  };
+  const versus = other ? ` Dashed: ${other.name}, best ${percent(other.record.accuracy.best)}, FLOPs counted ${(other.record.flops.counted ?? NaN).toFixed(3)}.` : "";
   const accuracy = both({ "train/acc": "train", "val/acc": "validation" }, {});
   if (accuracy.length) Object.assign(accuracy[0], marked(run));
   const best = run.record.accuracy;
   draw("accuracy", best.best == null ? "No epoch has been validated yet."
-    : `Accuracy over ${run.epochs.length} epochs: best ${percent(best.best)} in epoch ${best.best_epoch}, last ${percent(best.last)}.`,
+    : `Accuracy over ${run.epochs.length} epochs: best ${percent(best.best)} in epoch ${best.best_epoch}, last ${percent(best.last)}.` + versus,
     { ...nearest, xAxis: x, yAxis: axis("accuracy", { scale: true, axisLabel: { formatter: percent } }), series: accuracy });
   const names = { "gates/mean": "mean gate, hard (FLOPs counted)", "flops/executed": "FLOPs executed / dense" };
   if (run.gated) Object.assign(names, { "gates/relaxed_mean": "mean gate, relaxed", "schedule/prog": "prog(t)" });
   const series = both(names, {});
-  if (run.gated) series.push({ name: "skipped, as the paper counts", type: "line", symbolSize: 5, data: run.epochs.map((epoch, k) => [epoch, run.skipped[k]]) });
+  if (run.gated) series.push({ name: "skipped, as the paper counts", type: "line", symbolSize: 5, connectNulls: true, color: COLOURS[4], data: run.epochs.map((epoch, k) => [epoch, run.skipped[k]]) });
   if (run.gated && series.length) {
     Object.assign(series[0], marked(run));
     series[0].markLine = { symbol: "none", lineStyle: { type: "dotted" }, data: [{ yAxis: run.tau_target, name: "target" }] };
   }
   const { counted, executed } = run.record.flops;
   draw("efficiency", counted == null ? "No FLOPs yet."
-    : `Compute: counted ${counted.toFixed(3)} (the mean gate, so ${run.record.skip_percent.toFixed(1)}% skipped as the paper counts), executed ${executed.toFixed(3)} of the dense network's FLOPs.`,
+    : !run.gated ? `A dense network: executed ${executed.toFixed(3)} of its FLOPs.` + versus
+    : `Compute: counted ${counted.toFixed(3)} (the mean gate, so ${run.record.skip_percent.toFixed(1)}% skipped as the paper counts), executed ${executed.toFixed(3)} of the dense network's FLOPs.` + versus,
     { ...nearest, xAxis: x, yAxis: axis("share"), series });
 }
 
@@ -91,7 +95,7 @@ function drawBlock(run, block) {
   const { edges, counts, open_rate: rate, threshold, open } = run.routes.cir;
   const centre = counts[block].map((_, k) => (edges[k] + edges[k + 1]) / 2);
   const turn = threshold[block];
-  const shown = turn >= edges[0] && turn <= edges[edges.length - 1];
+  const shown = turn != null && turn >= edges[0] && turn <= edges[edges.length - 1];
   const mark = shown ? { markLine: { symbol: "none", label: { formatter: "threshold" }, data: [{ xAxis: turn }] } } : {};
   const where = shown ? `at CIR ${turn.toFixed(2)}` : "outside the range of CIR that occurs";
   const x = axis("CIR", { min: edges[0], max: edges[edges.length - 1] });
@@ -111,6 +115,9 @@ function drawRoutes(run) {
     { tooltip: { trigger: "axis" }, grid: { left: 12, right: 40, top: 16, bottom: 40, containLabel: true }, xAxis: axis("images"), yAxis: { type: "category", inverse: true, data: paths.map(([word]) => squares(word)) },
       series: [{ name: "images", type: "bar", barMaxWidth: 28, data: paths.map((p) => p[1]) }] });
   const { examples, fewest } = run.routes;
+  $("route-drawing").replaceChildren();
+  const alike = groups.length === 1 ? "All images took equally many blocks: these are just the first and the last. " : "";
+  $("route").querySelector("figcaption").textContent = `${alike}Pick an image to see its route.`;
   fill("fewest", examples.slice(0, fewest)); fill("most", examples.slice(fewest));
 }
 
@@ -137,7 +144,7 @@ function pick(button, example) {
     const box = document.createElement("span");
     box.className = open ? "block computed" : "block";
     box.textContent = `${open ? "■" : "□"} ${block}`;
-    if (example.cir) box.append(document.createElement("br"), example.cir[block].toFixed(2));
+    if (example.cir) box.append(document.createElement("br"), example.cir[block] == null ? "–" : example.cir[block].toFixed(2));
     return box;
   });
   const image = Object.assign(document.createElement("img"), { src: example.src, alt: example.label });
@@ -151,8 +158,8 @@ function drawFrontier() {
   $("s-frontier").hidden = frontier.length < 2;
   if (frontier.length < 2) return;
   const step = frontier.filter((p) => p.on_frontier).sort((a, b) => a.counted - b.counted);
-  draw("frontier", `${frontier.length} configurations, the mean over their seeds. On the frontier: ` + step.map((p) => `${p.label} ${percent(p.accuracy)} at ${p.counted.toFixed(3)}`).join("; ") + ".",
-    { tooltip: { formatter: ({ data }) => `${data.name ?? ""}: ${percent(data.value ? data.value[1] : data[1])}` }, xAxis: axis("FLOPs counted: mean gate", { scale: true }), yAxis: axis("test accuracy", { scale: true, axisLabel: { formatter: percent } }),
+  draw("frontier", `${frontier[0].family}: ${frontier.length} configurations, the mean over their seeds. On the frontier: ` + step.map((p) => `${p.label} ${percent(p.accuracy)} at ${p.counted.toFixed(3)}`).join("; ") + ".",
+    { tooltip: { formatter: ({ data }) => `${echarts.format.encodeHTML(data.name ?? "frontier")}: ${percent(data.value ? data.value[1] : data[1])}` }, xAxis: axis("FLOPs counted: mean gate", { scale: true }), yAxis: axis("test accuracy", { scale: true, axisLabel: { formatter: percent } }),
       series: [{ type: "scatter", symbolSize: 11, data: frontier.map((p) => ({ name: p.label, value: [p.counted, p.accuracy] })) },
         { type: "line", step: "end", symbol: "none", data: step.map((p) => [p.counted, p.accuracy]) }] });
 }
@@ -166,7 +173,7 @@ function drawCard(run) {
     parameters: r.parameters ?? "–", "images/s": figure(r.images_per_second, 0), commit: (r.git_commit ?? "–").slice(0, 10) + (r.git_changed ? " (changed)" : ""),
     torch: r.versions.torch, lightning: r.versions.lightning, command: r.command, folder: run.folder };
   $("card").replaceChildren(...Object.entries(facts).map(([name, value]) => {
-    const row = document.createElement("div");
+    const row = Object.assign(document.createElement("div"), { className: name === "command" || name === "folder" ? "wide" : "" });
     row.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value }));
     return row;
   }));
@@ -188,8 +195,9 @@ function show() {
   $("class-block").parentElement.hidden = !run.routes;
   drawGates(run);
   if (!run.routes) return;
-  const block = Math.min(Number($("block").value || 0), run.blocks.length - 1);
-  options("block", run.blocks.map((_, b) => [String(b), `block ${b}`]), String(block));
+  const blocks = run.routes.cir.counts.length;
+  const block = Math.min(Number($("block").value || 0), blocks - 1);
+  options("block", [...Array(blocks).keys()].map((b) => [String(b), `block ${b}`]), String(block));
   drawBlock(run, block);
   drawRoutes(run);
 }
@@ -202,7 +210,8 @@ function options(id, pairs, chosen) {
 options("run", runs.map((run, k) => [String(k), run.name]), "0");
 options("against", [["", "none"], ...runs.map((run, k) => [String(k), run.name])], "");
 $("against-label").hidden = runs.length < 2;
-for (const id of ["run", "against", "block"]) $(id).addEventListener("change", show);
+for (const id of ["run", "against"]) $(id).addEventListener("change", show);
+$("block").addEventListener("change", () => drawBlock(runs[Number($("run").value)], Number($("block").value)));
 dark.addEventListener("change", show);
 window.addEventListener("resize", () => Object.values(charts).forEach((chart) => chart.resize()));
 show();

@@ -26,6 +26,10 @@ def report(config: DictConfig) -> None:
     if config.runs is None and config.sweep is None:
         raise UserError("runs has no value: give a run's folder, as in runs=[runs/mnist/<run>], or sweep=quick")
     folders = chosen_folders(config)
+    if config.sweep is not None:  # of a sweep on its way, those that have begun
+        folders = [folder for folder in folders if (folder / "record.json").exists()]
+    if not folders:
+        raise UserError("runs: no run to report on")
     default = folders[0] / "report.html" if len(folders) == 1 else Path("results/report.html")
     path = default if config.path is None else Path(config.path)
     write_report(folders, path, config.limit_batches)
@@ -37,7 +41,7 @@ def write_report(folders: list[Path], path: Path, limit_batches: int | None = No
     examples = max(4, min(24, 96 // len(folders)))  # a page of many runs stays small
     runs = [run_content(folder, examples, limit_batches) for folder in folders]
     content = {"runs": runs, "frontier": _frontier(folders)}
-    data = json.dumps(_finite(content), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(_finite(content), allow_nan=False).replace("<", "\\u003c")  # nothing in it can end the script
     page = (HERE / "page.html").read_text()
     for mark, name in {"style": "page.css", "library": "echarts.min.js", "script": "page.js"}.items():
         page = page.replace("{{" + mark + "}}", (HERE / name).read_text())
@@ -47,15 +51,16 @@ def write_report(folders: list[Path], path: Path, limit_batches: int | None = No
 
 
 def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
-    """The runs that can be compared with the first, as points; none where there are no two."""
-    found = families(find_runs(folders, lambda words: None))
+    """The runs that can be compared, as points: of several families the one with the most configurations."""
+    found = families(find_runs(folders, say))
+    if not found:
+        return []
+    family = max(found, key=lambda one: len(found[one]))
     points = []
-    for configurations in list(found.values())[:1]:
-        for one in pareto.mark(configurations, "counted"):
-            (counted, _), (accuracy, _) = one.cost("counted"), one.accuracy()
-            points.append(
-                {"label": one.label, "counted": counted, "accuracy": accuracy, "on_frontier": one.on_frontier}
-            )
+    for one in pareto.mark(found[family], "counted"):
+        (counted, _), (accuracy, _) = one.cost("counted"), one.accuracy()
+        point = {"label": one.label, "counted": counted, "accuracy": accuracy, "on_frontier": one.on_frontier}
+        points.append(point | {"family": pareto.title(family)})
     return points
 
 
