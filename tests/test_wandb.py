@@ -79,7 +79,9 @@ def test_the_workspace_has_its_sections_and_only_metrics_that_are_logged():
     workspace = build_workspace("someone", "cosinegate")
     assert [section.name for section in workspace.sections] == ["Accuracy", "Gates", "Geometry", "Compute", "Sweep"]
     named = {getattr(y, "name", y) for section in workspace.sections for panel in section.panels for y in _ys(panel)}
-    assert named - {"val/acc.max", "val/loss", "gates/dynamic_blocks", "gates/paths", "speed/images_per_second"} <= CURVES
+    assert (
+        named - {"val/acc.max", "val/loss", "gates/dynamic_blocks", "gates/paths", "speed/images_per_second"} <= CURVES
+    )
     kinds = [type(panel).__name__ for panel in workspace.sections[-1].panels]
     assert kinds == ["ScatterPlot", "ScatterPlot", "ParallelCoordinatesPlot"]
 
