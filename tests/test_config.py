@@ -1,6 +1,9 @@
 import pytest
 from conftest import ROOT, assert_one_line, config, process
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
+from cosinegate import cli
 from cosinegate.config import identity, validate
 from cosinegate.errors import UserError
 
@@ -45,6 +48,17 @@ BAD = [
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[0])
+def test_a_bad_config_is_answered_with_one_line(case):
+    override, *fragments = case
+    with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as caught:
+        validate(config(override))
+    line = cli.one_line(caught.value)
+    assert "\n" not in line
+    for fragment in fragments:
+        assert fragment in line
+
+
+@pytest.mark.parametrize("case", BAD[::6], ids=lambda case: case[0])  # of each kind, one through the command line
 def test_a_bad_config_ends_with_one_line_and_nothing_written(case, tmp_path):
     override, *fragments = case
     done = process("src/train.py", override, f"runs_dir={tmp_path}/runs", f"data.root={tmp_path}/data")

@@ -55,6 +55,7 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
         return content | {"routes": None}
     which = "best" if record["selected_on"] == "holdout" and record["status"] == "finished" else "last"
     module, trained = load_checkpoint(checkpoint_path(folder, which))
+    trained.trainer.enable_progress_bar = False  # the page shows one bar over all runs
     routes, data = find_routes(module, trained, limit_batches)
     pixels = data.splits["test"][0].numpy()
     return content | {"routes": routes_content(routes, pixels, data.image_set.classes, examples)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from rich.progress import track
 
 from cosinegate.analysis import pareto
 from cosinegate.analysis.runs import families, find_runs
@@ -39,7 +40,7 @@ def report(config: DictConfig) -> None:
 def write_report(folders: list[Path], path: Path, limit_batches: int | None = None) -> None:
     """One self-contained HTML file about the runs in the folders."""
     examples = max(4, min(24, 96 // len(folders)))  # a page of many runs stays small
-    runs = [run_content(folder, examples, limit_batches) for folder in folders]
+    runs = [run_content(folder, examples, limit_batches) for folder in track(folders, "reading runs", transient=True)]
     content = {"runs": runs, "frontier": _frontier(folders)}
     data = json.dumps(_finite(content), allow_nan=False).replace("<", "\\u003c")  # nothing in it can end the script
     page = (HERE / "page.html").read_text()
