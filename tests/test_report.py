@@ -186,6 +186,9 @@ def test_a_corrupt_record_is_one_line(runs, tmp_path):
     with pytest.raises(UserError, match=r"has no record\.json"):
         write_report([tmp_path], tmp_path / "report.html")
     assert_one_line(process("src/report.py"), "runs has no value")
+    done = process("src/report.py", f"runs=[{runs['one']}]", f"path={tmp_path}", "limit_batches=1")
+    assert_one_line(done, f"path = {tmp_path}", "cannot be written")
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}-*"))
     record = json.loads((runs["one"] / "record.json").read_text())
     (broken / "record.json").write_text(json.dumps({k: v for k, v in record.items() if k != "versions"}))
     with pytest.raises(UserError, match="has no versions"):

@@ -20,7 +20,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.unlink(file.name)
             raise
     os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    try:
+        os.replace(file.name, path)
+    except OSError:
+        os.unlink(file.name)
+        raise
 
 
 def write_atomically(path: Path, text: str) -> None:

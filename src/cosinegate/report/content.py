@@ -13,6 +13,7 @@ from yaml import YAMLError
 
 from cosinegate.analysis.curves import phases
 from cosinegate.analysis.routes import Routes
+from cosinegate.console import say
 from cosinegate.errors import UserError
 from cosinegate.evaluate import checkpoint_path, find_routes, load_checkpoint
 from cosinegate.record import Row, read_metrics, read_record
@@ -37,7 +38,7 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{config} cannot be read: {error}") from error
     content = {
-        "name": f"{record['experiment']} {folder.name}",
+        "name": f"{record['experiment']} {folder.name}" + (" dense" if record["gate"] == "none" else ""),
         "folder": folder.as_posix(),
         "record": record,
         "config": config.read_text() if config.exists() else "",
@@ -51,7 +52,10 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     }
     if content["gated"]:
         content["phases"] = phases(rows, OmegaConf.select(settings, "objective.warmup_epochs") or 0)
-    if not content["gated"] or not (folder / "checkpoints" / "last.ckpt").is_file():
+    if not content["gated"]:
+        return content | {"routes": None}
+    if not (folder / "checkpoints" / "last.ckpt").is_file():
+        say(f"{folder} has no checkpoint: its routes are left out")
         return content | {"routes": None}
     which = "best" if record["selected_on"] == "holdout" and record["status"] == "finished" else "last"
     module, trained = load_checkpoint(checkpoint_path(folder, which))

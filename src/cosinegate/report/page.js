@@ -186,6 +186,8 @@ function drawCard(run) {
 
 function show() {
   const run = runs[Number($("run").value)];
+  for (const option of $("against").options) option.disabled = option.value === $("run").value; // not with itself
+  if ($("against").value === $("run").value) $("against").value = "";
   const other = $("against").value === "" ? null : runs[Number($("against").value)];
   drawCard(run);
   drawFrontier();

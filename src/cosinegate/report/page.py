@@ -33,7 +33,10 @@ def report(config: DictConfig) -> None:
         raise UserError("runs: no run to report on")
     default = folders[0] / "report.html" if len(folders) == 1 else Path("results/report.html")
     path = default if config.path is None else Path(config.path)
-    write_report(folders, path, config.limit_batches)
+    try:
+        write_report(list(dict.fromkeys(folders)), path, config.limit_batches)
+    except OSError as error:
+        raise UserError(f"path = {path}: cannot be written: {error.strerror}") from error
     say(f"report  {path}  ({path.stat().st_size / 2**20:.1f} MB, opens from disk)")
 
 
@@ -53,7 +56,7 @@ def write_report(folders: list[Path], path: Path, limit_batches: int | None = No
 
 def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
     """The runs that can be compared, as points: of several families the one with the most configurations."""
-    found = families(find_runs(folders, say))
+    found = families(find_runs(folders, lambda words: say(words.replace("skipped", "left out of the frontier", 1))))
     if not found:
         return []
     family = max(found, key=lambda one: len(found[one]))
