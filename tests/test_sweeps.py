@@ -37,7 +37,7 @@ def plan(*arguments: str) -> list[sweep.Job]:
 
 
 def differences(a: sweep.Job, b: sweep.Job) -> set[str]:
-    first, second = (dict(leaves(primitives(job.config))) for job in (a, b))
+    first, second = (leaves(primitives(job.config)) for job in (a, b))
     return {key for key in first if first[key] != second[key]}
 
 

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from cosinegate.config import SWEEPS
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.orphans import end_with
@@ -79,7 +80,7 @@ def why_it_ended(error: Exception, config: DictConfig) -> str:
     if config.run_dir is not None and Path(config.run_dir).is_dir():
         path = Path(config.run_dir) / "traceback.txt"
     else:  # it did not come to have a folder
-        path = Path(config.runs_dir) / ".sweeps" / "traceback.txt"
+        path = Path(config.runs_dir) / SWEEPS / "traceback.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(traceback.format_exception(error)))
     return f"{words} (more in {path})"

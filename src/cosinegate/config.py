@@ -235,6 +235,11 @@ NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 
 
+def is_plain_name(value: str) -> bool:
+    """Whether it can name a file or a folder."""
+    return value not in ("", ".", "..") and "/" not in value
+
+
 def is_batches(value: Any) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return value is None or whole or (isinstance(value, float) and 0 < value <= 1)
@@ -242,8 +247,8 @@ def is_batches(value: Any) -> bool:
 
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: list[Rule] = [
-    ("name", lambda v: v != "" and v not in (".", "..") and "/" not in v, "a plain folder name"),
-    ("sweep", lambda v: v is None or (v not in ("", ".", "..") and "/" not in v), "null or a plain file name"),
+    ("name", is_plain_name, "a plain folder name"),
+    ("sweep", lambda v: v is None or is_plain_name(v), "null or a plain file name"),
     ("seed", lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
     ("threads", lambda v: v is None or v >= 1, "null or at least 1"),
     ("data.holdout", lambda v: v >= 1, "at least 1"),
@@ -297,8 +302,8 @@ def require_positive(config: DictConfig, *keys: str) -> None:
 def validate(config: DictConfig) -> None:
     """Ends with one line that names the first key whose value is missing or out of range."""
     require(config)
-    for key, value in leaves(primitives(config)):
-        if isinstance(value, float) and not math.isfinite(value):
+    for key, value in leaves(primitives(config)).items():
+        if any(isinstance(v, float) and not math.isfinite(v) for v in (value if isinstance(value, list) else [value])):
             raise UserError(f"{key} = {value}: must be a finite number")
     for key, allowed, words in RULES:
         value = OmegaConf.select(config, key)
@@ -343,6 +348,9 @@ def identity(config: DictConfig) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
+SWEEPS = ".sweeps"  # in runs_dir: which runs a sweep has, a search's study, a launcher's logs
+
+
 def run_folder(config: DictConfig) -> Path:
     """Where the run lives: what was asked for, or a folder that follows from what the run computes."""
     if config.run_dir is not None:
@@ -350,10 +358,8 @@ def run_folder(config: DictConfig) -> Path:
     return Path(config.runs_dir) / config.name / f"{identity(config)}-s{config.seed}"
 
 
-def leaves(node: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Every value of nested dicts and lists, with its dotted key."""
-    if isinstance(node, dict):
-        return [leaf for key, child in node.items() for leaf in leaves(child, f"{path}.{key}" if path else key)]
-    if isinstance(node, list):
-        return [leaf for child in node for leaf in leaves(child, path)]
-    return [(path, node)]
+def leaves(node: Any, path: str = "") -> dict[str, Any]:
+    """Every value of nested dicts by its dotted key; a list is one value."""
+    if not isinstance(node, dict):
+        return {path: node}
+    return {k: v for key, child in node.items() for k, v in leaves(child, f"{path}.{key}" if path else key).items()}

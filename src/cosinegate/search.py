@@ -15,7 +15,7 @@ from typing import Any
 import optuna
 from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
@@ -23,12 +23,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from cosinegate.analysis.runs import COSTS
 from cosinegate.choices import Cost, GateKind, Sampler, Validation
 from cosinegate.cli import why_it_ended
-from cosinegate.config import identity, primitives, validate
+from cosinegate.config import SWEEPS, identity, is_plain_name, primitives, run_folder, validate
 from cosinegate.console import clock, percent, say
 from cosinegate.errors import UserError
 from cosinegate.lock import locked
+from cosinegate.record import read_record
 from cosinegate.run import train
-from cosinegate.sweep import SWEEPS, Job, write_manifest
+from cosinegate.sweep import write_manifest
 
 
 def search(config: DictConfig) -> None:
@@ -62,7 +63,7 @@ def _check(options: DictConfig, run_dir: str | None, gate: GateKind) -> None:
         raise UserError("gate.kind = none: a dense network has nothing to search for")
     if not options.space:
         raise UserError("search.space: has nothing to vary")
-    if options.study is not None and (options.study in ("", ".", "..") or "/" in options.study):
+    if options.study is not None and not is_plain_name(options.study):
         raise UserError(f"search.study = {options.study}: must be a plain name")
 
 
@@ -182,8 +183,8 @@ def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
     trials = study.get_trials(states=(TrialState.COMPLETE,))
     if not trials:
         return
-    jobs = {trial.number: _job(trial, space) for trial in trials}
-    write_manifest(list(jobs.values()))
+    folders = {trial.number: run_folder(space.place(trial.params)) for trial in trials}
+    write_manifest(base.sweep, base.runs_dir, list(folders.values()))
     best = {trial.number for trial in study.best_trials}
     table = Table(title=base.sweep, title_justify="left", caption_justify="left")
     table.caption = "★ no other trial has more validation accuracy at no more cost"
@@ -191,15 +192,10 @@ def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
         table.add_column(name, justify="right" if name else "left")
     for trial in sorted(trials, key=lambda trial: -trial.values[0]):
         values = (f"{trial.params[name]:.4g}" for name in space.distributions)
-        record = jobs[trial.number].record()
+        record = read_record(folders[trial.number])
         test = percent(record["accuracy"]["test"]) if record else ""
         accuracy, cost = trial.values
         star = "★" if trial.number in best else ""
         table.add_row(star, str(trial.number + 1), percent(accuracy), f"{cost:.3f}", *values, test)
     Console(width=max(Console().width, 120)).print(table)
     say(f"to draw them: python src/pareto.py sweep={base.sweep} runs_dir={base.runs_dir}")
-
-
-def _job(trial: FrozenTrial, space: Space) -> Job:
-    words = [f"{space.nodes[name].key}={value}" for name, value in trial.params.items()]
-    return Job(words, " ".join(words), number=trial.number + 1, config=space.place(trial.params))

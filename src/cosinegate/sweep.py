@@ -19,12 +19,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.cli import one_line
-from cosinegate.config import identity, run_folder, validate
+from cosinegate.config import SWEEPS, identity, run_folder, validate
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.record import read_record
-
-SWEEPS = ".sweeps"  # in runs_dir: what each sweep's jobs were
 
 
 @dataclass
@@ -162,9 +160,11 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_ru
     sound = [job for job in jobs if job.error is None]
     left = [job for job in sound if not job.is_finished()]
     threads = _shared_threads(launcher_config, len(left))
-    name = write_manifest(sound) if sound else None
+    name = sound[0].config.sweep or "multirun" if sound else "multirun"
+    if sound:
+        write_manifest(name, sound[0].config.runs_dir, [job.folder for job in sound])
     before = len(sound) - len(left)
-    say(f"{name or 'sweep'}: {len(jobs)} jobs, {before} finished before, {len(left)} to train")
+    say(f"{name}: {len(jobs)} jobs, {before} finished before, {len(left)} to train")
     for job in jobs:
         if job.error:
             say(f"job {job.number} of {len(jobs)} cannot run: {job.label}: {job.error}")
@@ -192,18 +192,15 @@ def show_plan(jobs: list[Job]) -> None:
         print(f"job {job.number} of {len(jobs)}  {job.label}  ({state})")
 
 
-def write_manifest(jobs: list[Job]) -> str:
-    """Keeps which runs the sweep is made of, for `make pareto SWEEP=...`; gives the sweep's name."""
-    first = jobs[0].config
-    name = first.sweep or "multirun"
-    folder = Path(first.runs_dir) / SWEEPS
+def write_manifest(name: str, runs_dir: str, folders: list[Path]) -> None:
+    """Keeps which runs a sweep or a search is made of, for `make pareto SWEEP=...`."""
+    place = Path(runs_dir) / SWEEPS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        runs = [os.path.relpath(job.folder, first.runs_dir) for job in jobs]
-        write_atomically(folder / f"{name}.json", json.dumps({"sweep": name, "runs": runs}, indent=2) + "\n")
+        place.mkdir(parents=True, exist_ok=True)
+        runs = [os.path.relpath(folder, runs_dir) for folder in folders]
+        write_atomically(place / f"{name}.json", json.dumps({"sweep": name, "runs": runs}, indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"runs_dir = {first.runs_dir}: cannot be written: {error.strerror}") from error
-    return name
+        raise UserError(f"runs_dir = {runs_dir}: cannot be written: {error.strerror}") from error
 
 
 def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None) -> None:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cosinegate.config import NOT_IDENTITY
+from cosinegate.config import NOT_IDENTITY, leaves
 from cosinegate.errors import UserError
 from cosinegate.record import read_record
 
@@ -111,14 +111,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    flat = _flat(content)
+    flat = leaves(content)
     return {k: v for k, v in flat.items() if not any(k == key or k.startswith(f"{key}.") for key in apart)}
-
-
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(node, dict):
-        return {path: node}
-    return {k: v for key, child in node.items() for k, v in _flat(child, f"{path}.{key}" if path else key).items()}
 
 
 @dataclass

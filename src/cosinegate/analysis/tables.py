@@ -10,9 +10,9 @@ from rich.table import Table
 
 from cosinegate.analysis import pareto as plots
 from cosinegate.analysis.runs import Configuration, Family, Run, families, find_runs
+from cosinegate.config import SWEEPS
 from cosinegate.console import say
 from cosinegate.errors import UserError
-from cosinegate.sweep import SWEEPS
 
 HINT = "make pareto SWEEP=quick trains some in minutes"
 
