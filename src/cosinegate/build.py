@@ -29,7 +29,7 @@ def build_network(config: DictConfig) -> ResNet:
         relaxation = Relaxation(config.gate.relaxation.temperature, config.gate.relaxation.hard, config.gate.threshold)
         make_gate = functools.partial(build_gate, config.gate, relaxation)
     return ResNet(
-        depth=config.network.depth,
+        blocks_per_stage=config.network.blocks or [(config.network.depth - 2) // 6] * 3,
         width=config.network.width,
         in_channels=image_set.shape[2],
         num_classes=len(image_set.classes),

@@ -45,6 +45,7 @@ class DataConfig:
 @dataclass
 class NetworkConfig:
     depth: int = MISSING  # 6n+2
+    blocks: list[int] | None = None  # of each stage; none: n in all three, as the depth says
     width: int = MISSING  # channels of the first stage
     shortcut: Shortcut = MISSING
     post_activation: bool = MISSING
@@ -257,6 +258,11 @@ RULES: list[Rule] = [
     ("data.crop_padding", lambda v: v >= 0, "at least 0"),
     ("data.std", lambda v: all(s > 0 for s in v), "above 0 for each channel"),
     ("network.depth", lambda v: v >= 8 and (v - 2) % 6 == 0, "6n+2: 8, 14, 20, 26, 32, ..."),
+    (
+        "network.blocks",
+        lambda v: v is None or (len(v) == 3 and min(v) >= 1),
+        "null or three numbers of blocks, each at least 1",
+    ),
     ("network.width", lambda v: v >= 1, "at least 1"),
     ("gate.threshold", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     ("gate.controller.reduction", lambda v: v >= 1, "at least 1"),

@@ -28,7 +28,7 @@ from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, Warmup
 from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
-from cosinegate.config import identity, run_folder, validate
+from cosinegate.config import NetworkConfig, identity, run_folder, validate
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
@@ -168,9 +168,15 @@ def _facts(config: DictConfig) -> dict[str, Any]:
         "tau_target": config.objective.tau_target,
         "lambda_flops": config.objective.lambda_flops,
         "selected_on": config.data.validation.name,
-        "network": f"resnet{config.network.depth}-w{config.network.width}",
+        "network": network_name(config.network),
         "sweep": config.sweep,
     }
+
+
+def network_name(network: NetworkConfig) -> str:
+    """What a table calls the network."""
+    size = network.depth if network.blocks is None else "-".join(map(str, network.blocks))
+    return f"resnet{size}-w{network.width}"
 
 
 def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        depth: int,
+        blocks_per_stage: list[int],
         width: int,
         in_channels: int,
         num_classes: int,
@@ -47,8 +47,8 @@ class ResNet(nn.Module):
         )
         blocks = []
         inputs = width
-        for stage in range(3):
-            for index in range((depth - 2) // 6):
+        for stage, number in enumerate(blocks_per_stage):
+            for index in range(number):
                 outputs = width * 2**stage
                 stride = 2 if stage > 0 and index == 0 else 1
                 gate = make_gate(inputs) if make_gate is not None else None
