@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cosinegate.choices import Annealing
-from cosinegate.relaxation import Relaxation, anneal, gumbel_difference, relax, threshold_gate
+from cosinegate.relaxation import Relaxation, anneal, gumbel_difference, relax
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -45,8 +45,8 @@ def test_straight_through_has_hard_values_and_the_relaxed_gradient(rng):
 def test_threshold_opens_strictly_above_delta(threshold):
     edge = math.log(threshold / (1 - threshold))
     logit = torch.tensor([edge - 1e-3, edge + 1e-3, -50.0, 50.0])
-    assert threshold_gate(logit, threshold).tolist() == [0.0, 1.0, 0.0, 1.0]
-    assert threshold_gate(torch.zeros(1), 0.5).item() == 0.0  # σ(0) is δ, not above it
+    assert Relaxation(1.0, False, threshold).is_open(logit).tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert Relaxation(1.0, False, 0.5).is_open(torch.zeros(1)).item() == 0.0  # σ(0) is δ, not above it
 
 
 def test_evaluation_uses_neither_noise_nor_temperature():

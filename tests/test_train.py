@@ -284,7 +284,7 @@ def test_annealing_noise_and_per_step_warmup_reach_the_network(tmp_path, monkeyp
     step = LitCosineGate.training_step
 
     def watched(self, batch, batch_idx):
-        relaxation = self.network.blocks[0].gate.relaxation
+        relaxation = self.network.blocks[0].gate.opening
         seen.append((relaxation.temperature, relaxation.noisy, self.objective.prog))
         return step(self, batch, batch_idx)
 

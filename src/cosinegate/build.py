@@ -1,41 +1,69 @@
 """From a config to the objects it names."""
 
-import functools
-
 import torch
 from omegaconf import DictConfig
+from torch import Tensor, nn
 
-from cosinegate.choices import GateKind, Weighting
-from cosinegate.config import GateConfig, primitives
+from cosinegate.calibration import Budget, RunningQuantile
+from cosinegate.choices import Calibration, GateKind, Signal, Weighting
+from cosinegate.config import primitives
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops
-from cosinegate.gates import Controller, CosineGate
+from cosinegate.errors import UserError
+from cosinegate.gates import STATISTICS, Controller, CosineGate, PredictiveGate, Predictor
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import ResNet
 from cosinegate.objective import Objective
 from cosinegate.relaxation import Relaxation
 
 
-def build_gate(config: GateConfig, relaxation: Relaxation, channels: int) -> CosineGate:
-    """A gate for a block whose input has `channels` channels."""
-    controller = Controller(channels, config.controller.reduction) if config.controller.enabled else None
-    return CosineGate(relaxation, config.gamma.init, config.polarity, config.gamma.learnable, controller)
+class GateMaker:
+    """Makes the gate of every block; what all gates of a network share is made once."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config.gate
+        self.relaxation = Relaxation(
+            self.config.relaxation.temperature, self.config.relaxation.hard, self.config.threshold
+        )
+        self.budget = _budget(config) if self.config.calibration is Calibration.quantile else None
+        self.made = 0
+
+    def __call__(self, channels: int, is_first: bool) -> CosineGate | None:
+        config = self.config
+        if config.kind is GateKind.none or (is_first and not config.first_blocks):
+            return None
+        predicted = config.signal is Signal.predicted
+        features = STATISTICS * channels if predicted else channels
+        hidden = max(2, channels // config.controller.reduction)
+        controller = Controller(features, hidden) if config.controller.enabled else None
+        gamma = config.gamma
+        arguments = (self._opening(), config.measure, gamma.init, config.polarity, gamma.learnable, controller)
+        if not predicted:
+            return CosineGate(*arguments)
+        return PredictiveGate(Predictor(features, config.predictor.hidden), *arguments)
+
+    def _opening(self) -> nn.Module:
+        if self.budget is None:
+            return self.relaxation
+        self.made += 1
+        return RunningQuantile(self.budget, self.made - 1, self.config.quantile.temperature)
 
 
-def build_network(config: DictConfig) -> ResNet:
+def blocks_per_stage(config: DictConfig) -> list[int]:
+    return list(config.network.blocks or [(config.network.depth - 2) // 6] * 3)
+
+
+def build_network(config: DictConfig, make_gate: GateMaker | None = None) -> ResNet:
     image_set = IMAGE_SETS[config.data.name.name]
-    make_gate = None
-    if config.gate.kind is GateKind.cosine:
-        relaxation = Relaxation(config.gate.relaxation.temperature, config.gate.relaxation.hard, config.gate.threshold)
-        make_gate = functools.partial(build_gate, config.gate, relaxation)
     return ResNet(
-        blocks_per_stage=config.network.blocks or [(config.network.depth - 2) // 6] * 3,
+        blocks_per_stage=blocks_per_stage(config),
         width=config.network.width,
         in_channels=image_set.shape[2],
         num_classes=len(image_set.classes),
         shortcut=config.network.shortcut,
         post_activation=config.network.post_activation,
-        make_gate=make_gate,
+        make_gate=make_gate or GateMaker(config),
+        consistency=config.objective.lambda_cons > 0,
         detach_target=config.objective.consistency.detach_target,
     )
 
@@ -46,8 +74,38 @@ def build_module(config: DictConfig) -> LitCosineGate:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         network = build_network(config)
-    weights = block_flops(network, image_set.shape) if config.objective.weighting is Weighting.flops else None
     objective = Objective(
-        config.objective.lambda_flops, config.objective.lambda_cons, config.objective.tau_target, weights
+        config.objective.lambda_flops,
+        config.objective.lambda_cons,
+        config.objective.tau_target,
+        _block_weights(config) if config.objective.weighting is Weighting.flops else None,
+        config.objective.sided,
+        config.objective.lambda_predict,
     )
     return LitCosineGate(network, objective, config.optimizer, len(image_set.classes), primitives(config))
+
+
+def _block_weights(config: DictConfig) -> Tensor:
+    """(N,): what the residual of every block costs."""
+    with torch.device("meta"):
+        network = build_network(config, make_gate=lambda *where: None)
+    return block_flops(network, IMAGE_SETS[config.data.name.name].shape)
+
+
+def _budget(config: DictConfig) -> Budget:
+    numbers, quantile = blocks_per_stage(config), config.gate.quantile
+    gated = torch.tensor([i > 0 or config.gate.first_blocks for number in numbers for i in range(number)])
+    costs = _block_weights(config) if config.objective.weighting is Weighting.flops else torch.ones(len(gated))
+    costs = costs / costs.sum()
+    tau, free = config.objective.tau_target, costs[~gated].sum().item()
+    if not gated.any():
+        raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
+    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.low, quantile.high)
+    if not quantile.low <= budget.gated_share(tau) <= quantile.high:
+        least, most = (free + (1 - free) * bound for bound in (quantile.low, quantile.high))
+        raise UserError(
+            f"objective.tau_target = {tau}: must lie from {least:.3f} to {most:.3f} with gate.calibration=quantile, "
+            f"because {int((~gated).sum())} of {len(gated)} blocks have no gate and the others compute "
+            f"{quantile.low} to {quantile.high} of the samples"
+        )
+    return budget

@@ -22,6 +22,42 @@ class GateKind(Enum):
     none = "none"  # the dense baseline
 
 
+class Signal(Enum):
+    """Where the measure in the gate's equation comes from."""
+
+    exact = "exact"  # the paper's: from F(x), so nothing is saved
+    predicted = "predicted"  # from the block's input, before F runs
+
+
+class Measure(Enum):
+    """What the gate looks at, of the identity path s and the residual r = F(x)."""
+
+    cir = "cir"  # 1 - cos(s, r), the paper's
+    turn = "turn"  # 1 - cos(s, s + r)
+    norm_ratio = "norm_ratio"  # |r| / |s|
+
+
+class Calibration(Enum):
+    """What turns a logit into an open gate."""
+
+    none = "none"  # the paper's: relaxation and a fixed threshold
+    quantile = "quantile"  # a threshold that lets the budget's share of the samples through
+
+
+class Sharing(Enum):
+    """How a calibrated budget is shared out."""
+
+    block = "block"  # every gated block computes the same share of the samples
+    network = "network"  # by what each block is worth to the loss
+
+
+class Sided(Enum):
+    """Which side of the target the FLOPs penalty pushes from."""
+
+    one = "one"  # the paper's: only a mean gate above the target costs
+    two = "two"
+
+
 class Polarity(Enum):
     """Which way CIR moves the gate."""
 

@@ -13,13 +13,18 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from cosinegate.choices import (
     Annealing,
+    Calibration,
     Checkpoint,
     Cost,
     Dataset,
     GateKind,
+    Measure,
     Polarity,
     Sampler,
+    Sharing,
     Shortcut,
+    Sided,
+    Signal,
     Validation,
     Weighting,
 )
@@ -73,8 +78,28 @@ class RelaxationConfig:
 
 
 @dataclass
+class PredictorConfig:
+    hidden: int = MISSING
+    switch_epoch: float = MISSING  # before it, training decides by the exact measure
+
+
+@dataclass
+class QuantileConfig:
+    sharing: Sharing = MISSING
+    low: float = MISSING  # the least and the greatest share of a block, with sharing: network
+    high: float = MISSING
+    temperature: float = MISSING  # of the straight-through gradient, in standard deviations of the logit
+
+
+@dataclass
 class GateConfig:
     kind: GateKind = MISSING
+    signal: Signal = MISSING
+    measure: Measure = MISSING
+    first_blocks: bool = MISSING  # whether the first block of each stage has a gate
+    calibration: Calibration = MISSING
+    predictor: PredictorConfig = MISSING
+    quantile: QuantileConfig = MISSING
     polarity: Polarity = MISSING
     threshold: float = MISSING  # δ
     gamma: GammaConfig = MISSING
@@ -93,6 +118,9 @@ class ObjectiveConfig:
     lambda_cons: float = MISSING
     tau_target: float = MISSING
     weighting: Weighting = MISSING
+    sided: Sided = MISSING
+    lambda_predict: float = MISSING  # of the predicted measure's squared error
+    start_epoch: float = MISSING  # prog(t) is 0 until then
     warmup_epochs: float = MISSING  # T_warmup
     per_step: bool = MISSING  # t counts fractions of an epoch
     consistency: ConsistencyConfig = MISSING
@@ -104,6 +132,7 @@ class OptimizerConfig:
     momentum: float = MISSING
     weight_decay: float = MISSING
     nesterov: bool = MISSING
+    gate_lr: float = MISSING  # of the gates' parameters, as a multiple of lr
     decay_gates: bool = MISSING  # weight decay on the gates' parameters too
 
 
@@ -265,6 +294,11 @@ RULES: list[Rule] = [
     ),
     ("network.width", lambda v: v >= 1, "at least 1"),
     ("gate.threshold", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
+    ("gate.predictor.hidden", lambda v: v >= 1, "at least 1"),
+    ("gate.predictor.switch_epoch", lambda v: v >= 0, "at least 0"),
+    ("gate.quantile.low", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
+    ("gate.quantile.high", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
+    ("gate.quantile.temperature", lambda v: v > 0, "above 0"),
     ("gate.controller.reduction", lambda v: v >= 1, "at least 1"),
     ("gate.relaxation.temperature", lambda v: v > 0, "above 0"),
     ("gate.relaxation.temperature_end", lambda v: v > 0, "above 0"),
@@ -272,8 +306,11 @@ RULES: list[Rule] = [
     ("objective.lambda_flops", lambda v: v >= 0, "at least 0"),
     ("objective.lambda_cons", lambda v: v >= 0, "at least 0"),
     ("objective.tau_target", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("objective.lambda_predict", lambda v: v >= 0, "at least 0"),
+    ("objective.start_epoch", lambda v: v >= 0, "at least 0"),
     ("objective.warmup_epochs", lambda v: v >= 0, "at least 0"),
     ("optimizer.lr", lambda v: v > 0, "above 0"),
+    ("optimizer.gate_lr", lambda v: v >= 0, "at least 0"),
     ("optimizer.momentum", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("optimizer.weight_decay", lambda v: v >= 0, "at least 0"),
     ("trainer.max_epochs", lambda v: v >= 1, "at least 1"),

@@ -77,7 +77,7 @@ def show_routing(summary: "RoutingSummary", classes: tuple[str, ...]) -> None:
     right = summary.correct.sum() / summary.count.sum()
     table.add_row("all", percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))
     if summary.cir is not None:
-        table.add_row("CIR", "", *(f"{value:.2f}" for value in summary.cir.tolist()))
+        table.add_row("CIR", "", *("" if value != value else f"{value:.2f}" for value in summary.cir.tolist()))
     widest = 28 + 7 * summary.open.numel()
     Console(width=max(Console().width, widest)).print(table)  # rather wrapped by the terminal than cut off
 

@@ -39,7 +39,7 @@ def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tup
     statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
     tested = _test(module, config, data, [statistics, executed], asked.accelerator, asked.limit_batches)
     summary, classes = statistics.summary, data.image_set.classes
-    cir = summary.cir.tolist() if summary.cir is not None else [None] * len(summary.open)
+    cir = [None] * len(summary.open) if summary.cir is None else [c if c == c else None for c in summary.cir.tolist()]
     share = summary.correct / summary.count.clamp_min(1)
     result = {
         "checkpoint": str(path),

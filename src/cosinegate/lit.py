@@ -48,6 +48,7 @@ class LitCosineGate(L.LightningModule):
         self._log_accuracy("train", output, target)
         names = {"train/loss": losses.total, "train/loss_ce": losses.ce}
         names |= {"train/loss_cons": losses.cons, "train/loss_flops": losses.flops}
+        names |= {"train/loss_predict": losses.predict}
         weights = self.objective.lambda_cons, self.objective.lambda_flops
         names |= {"train/weighted_cons": weights[0] * losses.cons, "train/weighted_flops": weights[1] * losses.flops}
         total = len(target) if self.objective.share is None else self.objective.share.total
@@ -81,12 +82,11 @@ class LitCosineGate(L.LightningModule):
         config = self.optimizer_config
         of_gates = {id(p) for block in self.network.blocks if block.gate for p in block.gate.parameters()}
         parameters = [p for p in self.network.parameters() if p.requires_grad]
-        groups = [{"params": parameters}]
-        if not config.decay_gates:
-            groups = [
-                {"params": [p for p in parameters if id(p) not in of_gates]},
-                {"params": [p for p in parameters if id(p) in of_gates], "weight_decay": 0.0},
-            ]
+        of_gate = {"weight_decay": config.weight_decay if config.decay_gates else 0.0, "lr": config.lr * config.gate_lr}
+        groups = [
+            {"params": [p for p in parameters if id(p) not in of_gates]},
+            {"params": [p for p in parameters if id(p) in of_gates]} | of_gate,
+        ]
         sgd = torch.optim.SGD(
             [group for group in groups if group["params"]],
             lr=config.lr,

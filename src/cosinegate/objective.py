@@ -1,41 +1,57 @@
-"""The training objective: cross-entropy, consistency and the FLOPs penalty (Eq. 17-21)."""
+"""The training objective: cross-entropy, consistency and the FLOPs penalty (Eq. 17-21); a predictor's error."""
 
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cosinegate.choices import Sided
 from cosinegate.networks import Output
 from cosinegate.processes import Share, over_processes
 
 
 class Losses(NamedTuple):
-    """The total that is minimised and its three terms before their weights."""
+    """The total that is minimised and its terms before their weights."""
 
     total: Tensor
     ce: Tensor
     cons: Tensor
     flops: Tensor
+    predict: Tensor
 
 
-def prog(t: float, warmup_epochs: float) -> float:
-    """min(1, t / T_warmup) (Eq. 19); 1 from the start without a warmup."""
-    return 1.0 if warmup_epochs <= 0 else min(1.0, t / warmup_epochs)
+def prog(t: float, warmup_epochs: float, start_epoch: float = 0.0) -> float:
+    """min(1, t / T_warmup) (Eq. 19), with t counted from `start_epoch`; 1 from there without a warmup."""
+    since = t - start_epoch
+    if warmup_epochs <= 0:
+        return float(since >= 0)
+    return min(1.0, max(0.0, since) / warmup_epochs)
 
 
 class Objective(nn.Module):
-    """L = L_CE + λ_cons·L_cons + λ_flops·prog·max(0, ḡ - τ_target)². A callback moves `prog`.
+    """L = L_CE + λ_cons·L_cons + λ_flops·prog·max(0, ḡ - τ_target)² + λ_predict·L_predict. A callback moves `prog`.
+
+    L_predict is the squared error of the predicted measure, averaged over the blocks that predict; it reaches nothing
+    but the predictors. With Sided.two a mean gate below the target costs as much as one above it.
 
     With several processes each gives its `share` of the global batch's terms, so that their average is the global loss.
     """
 
     def __init__(
-        self, lambda_flops: float, lambda_cons: float, tau_target: float, block_weights: Tensor | None = None
+        self,
+        lambda_flops: float,
+        lambda_cons: float,
+        tau_target: float,
+        block_weights: Tensor | None = None,
+        sided: Sided = Sided.one,
+        lambda_predict: float = 0.0,
     ) -> None:
         super().__init__()
         self.lambda_flops = lambda_flops
         self.lambda_cons = lambda_cons
         self.tau_target = tau_target
+        self.sided = sided
+        self.lambda_predict = lambda_predict
         self.prog = 0.0
         self.share: Share | None = None
         weights = None if block_weights is None else block_weights / block_weights.sum()
@@ -54,8 +70,10 @@ class Objective(nn.Module):
         ce = self._weight * F.cross_entropy(output.logits, target)
         if output.routing is None:
             zero = ce.new_zeros(())
-            return Losses(ce, ce, zero, zero)
+            return Losses(ce, ce, zero, zero, zero)
         cons = self._weight * output.routing.consistency.sum(1).mean()
-        excess = (self.mean_gate(output.routing.gates) - self.tau_target).clamp_min(0.0)
-        flops = self.prog * excess.square()
-        return Losses(ce + self.lambda_cons * cons + self.lambda_flops * flops, ce, cons, flops)
+        excess = self.mean_gate(output.routing.gates) - self.tau_target
+        flops = self.prog * (excess.clamp_min(0.0) if self.sided is Sided.one else excess).square()
+        predict = self._weight * (output.routing.cir - output.routing.exact.detach()).square().nanmean()
+        total = ce + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * predict
+        return Losses(total, ce, cons, flops, predict)

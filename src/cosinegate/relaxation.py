@@ -30,11 +30,6 @@ def relax(logit: Tensor, noise: Tensor | float, temperature: float, hard: bool) 
     return z + ((z > 0.5).to(z.dtype) - z).detach() if hard else z
 
 
-def threshold_gate(logit: Tensor, threshold: float) -> Tensor:
-    """1 where σ(ℓ) > δ, else 0."""
-    return (torch.sigmoid(logit) > threshold).to(logit.dtype)
-
-
 def anneal(annealing: Annealing, start: float, end: float, progress: float) -> float:
     """The temperature when a share `progress` of the run is over."""
     if annealing is Annealing.linear:
@@ -57,9 +52,17 @@ class Relaxation(nn.Module):
         self.noisy = True
         self.share: Share | None = None
 
+    @property
+    def turn(self) -> float:
+        """The logit above which the gate is open."""
+        return math.log(self.threshold / (1 - self.threshold))
+
+    def is_open(self, logit: Tensor) -> Tensor:
+        return torch.sigmoid(logit) > self.threshold
+
     def forward(self, logit: Tensor) -> Tensor:
         if not self.training:
-            return threshold_gate(logit, self.threshold)
+            return self.is_open(logit).to(logit.dtype)
         noise = gumbel_difference(logit, self.share) if self.noisy else 0.0
         return relax(logit, noise, self.temperature, self.hard)
 

@@ -23,9 +23,10 @@ from cosinegate.callbacks.checkpoints import AtomicCheckpoints, checkpoints
 from cosinegate.callbacks.console import EpochLine
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
+from cosinegate.callbacks.prediction import PredictionStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
-from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, Warmup
+from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, SwitchOver, Warmup
 from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
 from cosinegate.config import NetworkConfig, identity, run_folder, validate
@@ -61,9 +62,11 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
     record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), ShareOut(), Warmup(config.objective), Anneal(config.gate.relaxation)]
+    schedule += [SwitchOver(config.gate.predictor.switch_epoch)]
     collector = RouteCollector()
     kept = [
         statistics,
+        PredictionStatistics(),
         executed,
         collector,
         *watching_wandb(config, collector),
@@ -164,6 +167,8 @@ def _facts(config: DictConfig) -> dict[str, Any]:
         "data": config.data.name.name,
         "seed": config.seed,
         "gate": config.gate.kind.name,
+        "signal": config.gate.signal.name,
+        "calibration": config.gate.calibration.name,
         "polarity": config.gate.polarity.name,
         "tau_target": config.objective.tau_target,
         "lambda_flops": config.objective.lambda_flops,

@@ -64,7 +64,7 @@ class GateStatistics(L.Callback):
         }
         names |= {f"gates/block_{i:02d}": value for i, value in enumerate(summary.open.tolist())}
         if summary.cir is not None:
-            names |= {f"cir/block_{i:02d}": value for i, value in enumerate(summary.cir.tolist())}
+            names |= {f"cir/block_{i:02d}": value for i, value in enumerate(summary.cir.tolist()) if value == value}
         pl_module.log_dict(names, sync_dist=True)
         pl_module.log("gates/mean", summary.mean_gate, prog_bar=True, sync_dist=True)
 

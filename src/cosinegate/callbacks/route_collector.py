@@ -38,7 +38,7 @@ class RouteCollector(L.Callback):
             return
         computed, cir, logits = routing
         gates = [block.gate for block in pl_module.network.blocks]
-        gamma = np.array([gate.gamma.item() for gate in gates])
-        turn = torch.logit(torch.tensor(gates[0].relaxation.threshold)).item()
+        gamma = np.array([gate.gamma.item() if gate else np.nan for gate in gates])
+        turn = np.array([gate.opening.turn if gate else np.nan for gate in gates])
         offset = (logits / gamma - cir).mean(0)  # c(x) of ℓ = γ·(CIR + c(x))
         self.routes = Routes(index, label, predicted, computed, cir, turn / gamma - offset)

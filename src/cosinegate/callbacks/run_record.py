@@ -65,7 +65,7 @@ class RunRecord(L.Callback):
 
     def _is_news(self, name: str) -> bool:
         """Lightning remembers the figures of the last validation in epochs that have none."""
-        kept = name.startswith(("train/", "schedule/", "speed/", "gates/relaxed"))
+        kept = name.startswith(("train/", "schedule/", "speed/", "predict/", "gates/relaxed"))
         return kept or (self.validated and name.startswith(("val/", "gates/", "cir/", "flops/")))
 
     def on_exception(self, trainer: L.Trainer, pl_module: LitCosineGate, exception: BaseException) -> None:

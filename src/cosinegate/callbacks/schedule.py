@@ -5,27 +5,36 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from cosinegate.calibration import Budget
 from cosinegate.config import ObjectiveConfig, RelaxationConfig
+from cosinegate.gates import PredictiveGate
 from cosinegate.lit import LitCosineGate
 from cosinegate.objective import prog
 from cosinegate.relaxation import Relaxation, anneal
 
 
 class Warmup(L.Callback):
-    """Sets the objective's prog(t) (Eq. 19). t counts epochs; `per_step` counts fractions of one too."""
+    """Sets prog(t) (Eq. 19) of the objective, and of the budget where gates are calibrated.
+
+    t counts epochs; `per_step` counts fractions of one too.
+    """
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        pl_module.objective.prog = prog(trainer.current_epoch, self.config.warmup_epochs)
+        self._set(pl_module, trainer.current_epoch)
         lr = trainer.optimizers[0].param_groups[0]["lr"]
         pl_module.log("schedule/lr", lr, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if self.config.per_step:
-            t = trainer.current_epoch + batch_idx / trainer.num_training_batches
-            pl_module.objective.prog = prog(t, self.config.warmup_epochs)
+            self._set(pl_module, trainer.current_epoch + batch_idx / trainer.num_training_batches)
+
+    def _set(self, pl_module: LitCosineGate, t: float) -> None:
+        pl_module.objective.prog = prog(t, self.config.warmup_epochs, self.config.start_epoch)
+        for budget in _parts(pl_module, Budget):
+            budget.prog = pl_module.objective.prog
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)
@@ -40,10 +49,21 @@ class Anneal(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         config = self.config
         progress = trainer.current_epoch / max(1, trainer.max_epochs - 1)  # 0 in the first epoch, 1 in the last
-        for relaxation in _relaxations(pl_module):
+        for relaxation in _parts(pl_module, Relaxation):
             relaxation.temperature = anneal(config.annealing, config.temperature, config.temperature_end, progress)
             relaxation.noisy = trainer.current_epoch < config.noise_until * trainer.max_epochs
             pl_module.log("schedule/temperature", relaxation.temperature, on_step=False, on_epoch=True, sync_dist=True)
+
+
+class SwitchOver(L.Callback):
+    """Until `epoch`, gates that predict are trained on the exact measure's decisions; evaluation never looks at it."""
+
+    def __init__(self, epoch: float) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        for gate in _parts(pl_module, PredictiveGate):
+            gate.by_exact = trainer.current_epoch < self.epoch
 
 
 class Reseed(L.Callback):
@@ -63,9 +83,9 @@ class ShareOut(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if trainer.world_size > 1:
             pl_module.objective.share = share = trainer.train_dataloader.share(batch_idx)
-            for relaxation in _relaxations(pl_module):
-                relaxation.share = share
+            for part in _parts(pl_module, Relaxation | Budget):
+                part.share = share
 
 
-def _relaxations(module: LitCosineGate) -> list[Relaxation]:
-    return [part for part in module.network.modules() if isinstance(part, Relaxation)]
+def _parts(module: LitCosineGate, kind: Any) -> list[Any]:
+    return [part for part in module.network.modules() if isinstance(part, kind)]

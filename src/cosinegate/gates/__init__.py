@@ -1,5 +1,7 @@
 """One file a policy. A gate answers one question: how open, for each sample?"""
 
-from cosinegate.gates.cosine import Controller, CosineGate, Decision
+from cosinegate.gates.cosine import Controller, CosineGate
+from cosinegate.gates.decision import Decision
+from cosinegate.gates.predictive import STATISTICS, PredictiveGate, Predictor
 
-__all__ = ["Controller", "CosineGate", "Decision"]
+__all__ = ["STATISTICS", "Controller", "CosineGate", "Decision", "PredictiveGate", "Predictor"]

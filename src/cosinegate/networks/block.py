@@ -16,7 +16,7 @@ class BlockRouting(NamedTuple):
     """What a gated block decided, and the dot products that say what it cost in consistency; each (B,)."""
 
     decision: Decision
-    dots: Dots
+    dots: Dots | None  # None where F did not run for every sample
 
 
 class PadShortcut(nn.Module):
@@ -54,6 +54,7 @@ class ResidualBlock(nn.Module):
         shortcut: Shortcut,
         post_activation: bool,
         gate: nn.Module | None,
+        consistency: bool,
     ) -> None:
         super().__init__()
         self.shortcut = shortcut_path(shortcut, inputs, outputs, stride)
@@ -66,13 +67,31 @@ class ResidualBlock(nn.Module):
         )
         self.activation = nn.ReLU(inplace=True) if post_activation else nn.Identity()
         self.gate = gate
+        self.consistency = consistency  # whether the consistency term teaches s and F
 
     def forward(self, x: Tensor) -> tuple[Tensor, BlockRouting | None]:
         s = self.shortcut(x)
-        r = self.residual(x)
         if self.gate is None:
-            return self.activation(s + r), None
-        s, r, dots = geometry.dot_products(s, r)
+            return self.activation(s + self.residual(x)), None
+        if self.gate.decides_first and not self.training:
+            return self._skipping(s, x)
+        r = self.residual(x)
+        if self.gate.decides_first and not self.consistency:
+            dots = geometry.constant_dot_products(s, r)
+        else:
+            s, r, dots = geometry.dot_products(s, r)
         decision = self.gate(x, dots)
         y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
         return self.activation(y), BlockRouting(decision, dots)
+
+    def _skipping(self, s: Tensor, x: Tensor) -> tuple[Tensor, BlockRouting]:
+        """F runs for the samples whose gate is open, and for no other."""
+        decision = self.gate.decide(x)
+        computed = decision.gate.nonzero().squeeze(1)
+        if len(computed) == len(x):
+            y = s + self.residual(x)
+        elif len(computed) > 0:
+            y = s.index_add(0, computed, self.residual(x[computed]).to(s.dtype))
+        else:
+            y = s.clone()  # the activation writes in place
+        return self.activation(y), BlockRouting(decision, None)

@@ -7,16 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate.choices import Shortcut
+from cosinegate.gates import Decision
 from cosinegate.geometry import Dots, consistency, global_average_pool
-from cosinegate.networks.block import ResidualBlock
+from cosinegate.networks.block import BlockRouting, ResidualBlock
 
 
 class Routing(NamedTuple):
-    """What every gate decided for a batch; each (B, N) over the N gated blocks."""
+    """What every block decided for a batch; each (B, N). A block without a gate is open."""
 
     gates: Tensor  # z in training, 0 or 1 in evaluation
     logits: Tensor
-    cir: Tensor
+    cir: Tensor  # what stood in the equation: the exact measure, or the one that was predicted
+    exact: Tensor  # the exact measure, where F ran for every sample
+    agrees: Tensor  # 1 where the exact measure would have decided the same
     consistency: Tensor
 
 
@@ -28,7 +31,9 @@ class Output(NamedTuple):
 
 
 class ResNet(nn.Module):
-    """`make_gate(channels)` makes a gate for a block whose input has that many channels; None leaves it dense."""
+    """`make_gate(channels, is_first)` makes the gate of a block by its input's channels and whether it is the first of
+    its stage, or None. `consistency` says whether that term is trained, `detach_target` how.
+    """
 
     def __init__(
         self,
@@ -38,7 +43,8 @@ class ResNet(nn.Module):
         num_classes: int,
         shortcut: Shortcut,
         post_activation: bool,
-        make_gate: Callable[[int], nn.Module] | None,
+        make_gate: Callable[[int, bool], nn.Module | None],
+        consistency: bool,
         detach_target: bool,
     ) -> None:
         super().__init__()
@@ -51,8 +57,8 @@ class ResNet(nn.Module):
             for index in range(number):
                 outputs = width * 2**stage
                 stride = 2 if stage > 0 and index == 0 else 1
-                gate = make_gate(inputs) if make_gate is not None else None
-                blocks.append(ResidualBlock(inputs, outputs, stride, shortcut, post_activation, gate))
+                gate = make_gate(inputs, index == 0)
+                blocks.append(ResidualBlock(inputs, outputs, stride, shortcut, post_activation, gate, consistency))
                 inputs = outputs
         self.blocks = nn.ModuleList(blocks)
         self.detach_target = detach_target
@@ -66,14 +72,17 @@ class ResNet(nn.Module):
         taken = []
         for block in self.blocks:
             x, routing = block(x)
-            if routing is not None:
-                taken.append(routing)
+            taken.append(routing)
         logits = self.head(global_average_pool(x))
-        if not taken:
-            return Output(logits, None)
-        gates, gate_logits, cir = _stacked(routing.decision for routing in taken)
-        dots = Dots(*_stacked(routing.dots for routing in taken))
-        return Output(logits, Routing(gates, gate_logits, cir, consistency(dots, gates, self.detach_target)))
+        return Output(logits, self._routing(taken, logits) if any(taken) else None)
+
+    def _routing(self, taken: list[BlockRouting | None], logits: Tensor) -> Routing:
+        one, unknown, zero = (logits.new_full(logits.shape[:1], value) for value in (1.0, torch.nan, 0.0))
+        always = Decision(one, unknown, unknown, unknown, unknown)
+        nothing = Dots(one, zero, zero, zero)  # without a residual nothing is lost by a closed gate
+        decided = Decision(*_stacked(routing.decision if routing else always for routing in taken))
+        dots = Dots(*_stacked((routing and routing.dots) or nothing for routing in taken))
+        return Routing(*decided, consistency(dots, decided.gate, self.detach_target))
 
     def extra_repr(self) -> str:
         return f"detach_target={self.detach_target}"

@@ -1,0 +1,39 @@
+"""Logs how well gates that decide before F know what F would have told them: R², and the share of equal decisions."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+
+from cosinegate.lit import LitCosineGate
+
+
+class PredictionStatistics(L.Callback):
+    """Over the batches of a training epoch, where F runs for every sample."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        blocks = pl_module.network.blocks
+        self.places = [i for i, block in enumerate(blocks) if block.gate is not None and block.gate.decides_first]
+        self.sums = torch.zeros(5, len(self.places), dtype=torch.float64, device=pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: dict[str, Any], batch: Any, batch_idx: int
+    ) -> None:
+        if self.places:
+            routing = outputs["output"].routing
+            predicted, exact, agrees = (
+                field[:, self.places].double() for field in (routing.cir, routing.exact, routing.agrees)
+            )
+            terms = (torch.ones_like(exact), exact, exact.square(), (exact - predicted).square(), agrees)
+            self.sums += torch.stack([term.sum(0) for term in terms])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        if not self.places:
+            return
+        count, total, squares, error, agrees = trainer.strategy.reduce(self.sums, reduce_op="sum")
+        r2 = 1 - error / (squares - total.square() / count).clamp_min(1e-12)
+        agreement = agrees / count
+        names = {"predict/r2": r2.mean(), "predict/agreement": agreement.mean()}
+        for k, place in enumerate(self.places):
+            names |= {f"predict/r2_block_{place:02d}": r2[k], f"predict/agreement_block_{place:02d}": agreement[k]}
+        pl_module.log_dict({name: value.float() for name, value in names.items()}, sync_dist=True)

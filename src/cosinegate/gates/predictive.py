@@ -1,0 +1,62 @@
+"""The same equation before F runs: ℓ = γ·(ĉ(x) + c(x)), where ĉ learns CIR from pooled statistics of x."""
+
+import torch
+from torch import Tensor, nn
+
+from cosinegate import geometry
+from cosinegate.gates.cosine import CosineGate
+from cosinegate.gates.decision import Decision
+from cosinegate.geometry import Dots
+
+STATISTICS = 3  # mean, standard deviation and maximum of a channel
+
+
+class Predictor(nn.Module):
+    """ĉ(x): a small MLP that starts at 1, the CIR of a residual at right angles to its input."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(features, hidden)
+        self.w2 = nn.Linear(hidden, 1)
+        nn.init.zeros_(self.w2.weight)
+        nn.init.ones_(self.w2.bias)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.w2(torch.relu(self.w1(pooled))).squeeze(1)  # (B,)
+
+
+class PredictiveGate(CosineGate):
+    """Decides before F. In training F runs anyway, so ĉ is taught by the exact measure.
+
+    No gradient leaves the gate: the pooled statistics are constants to it.
+    """
+
+    decides_first = True
+
+    def __init__(self, predictor: Predictor, *arguments) -> None:
+        super().__init__(*arguments)
+        self.predictor = predictor
+        self.by_exact = False  # in training only, until the switch-over epoch: decide by the exact measure
+
+    def decide(self, x: Tensor) -> Decision:
+        """Without F: what evaluation and deployment do."""
+        predicted, offset = self._look(x)
+        logit = self.gamma * (predicted + offset)
+        unknown = torch.full_like(predicted, torch.nan)
+        return Decision(self.opening(logit), logit, predicted, unknown, unknown)
+
+    def forward(self, x: Tensor, dots: Dots) -> Decision:
+        """With F, which training runs for every sample."""
+        predicted, offset = self._look(x)
+        exact = geometry.measured(self.measure, dots).detach()
+        used = exact if self.by_exact else predicted.detach()
+        logit = self.gamma * (used + offset)
+        gate = self.opening(logit)
+        other = self.gamma.detach() * (exact + offset.detach())
+        agrees = (self.opening.is_open(logit.detach()) == self.opening.is_open(other)).to(logit.dtype)
+        return Decision(gate, logit, predicted, exact, agrees)
+
+    def _look(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        pooled = geometry.pooled_statistics(x.detach())
+        predicted = self.predictor(pooled)
+        return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(pooled)
