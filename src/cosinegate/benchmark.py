@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from cosinegate.build import build_module
-from cosinegate.config import BenchConfig, OptimizerConfig
+from cosinegate.commands import BenchConfig
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
@@ -36,6 +36,7 @@ from cosinegate.memory import keep_freed_memory
 from cosinegate.networks import ResNet
 from cosinegate.objective import Objective
 from cosinegate.record import provenance, read_record
+from cosinegate.schema import OptimizerConfig
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 

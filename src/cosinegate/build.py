@@ -4,7 +4,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from cosinegate.calibration import Budget, RunningQuantile
+from cosinegate.calibration import Budget, Quantile
 from cosinegate.choices import Calibration, GateKind, Signal, Weighting
 from cosinegate.config import primitives
 from cosinegate.data import IMAGE_SETS
@@ -46,7 +46,7 @@ class GateMaker:
         if self.budget is None:
             return self.relaxation
         self.made += 1
-        return RunningQuantile(self.budget, self.made - 1, self.config.quantile.temperature)
+        return Quantile(self.budget, self.made - 1, self.config.quantile.temperature)
 
 
 def blocks_per_stage(config: DictConfig) -> list[int]:

@@ -1,4 +1,4 @@
-"""A budget that is met by construction: per block, a running quantile of the logits is the threshold."""
+"""A budget that is met by construction: per block, a quantile of the logits is the threshold."""
 
 import math
 
@@ -7,9 +7,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cosinegate.choices import Sharing
+from cosinegate.networks import ResNet
 from cosinegate.processes import Share
+from cosinegate.relaxation import Opened
 
-MOMENTUM = 0.05  # of the running threshold
+CHUNK = 256  # images at a time
 
 
 class Budget(nn.Module):
@@ -64,11 +66,12 @@ class Budget(nn.Module):
         return f"tau_target={self.tau_target}, low={self.low}, high={self.high}"
 
 
-class RunningQuantile(nn.Module):
+class Quantile(nn.Module):
     """Opens for the share of samples that the budget gives block `place`, those with the highest logits.
 
-    Training compares with the batch's own quantile, straight-through around it; evaluation with the running one, which
-    the checkpoint keeps: it is the same for every batch.
+    Training compares with the batch's own quantile, straight-through around it. Evaluation compares with `threshold`,
+    which `calibrate` sets from whole images after every epoch: the checkpoint keeps it, and a sample's route does not
+    depend on its batch.
     """
 
     def __init__(self, budget: Budget, place: int, temperature: float) -> None:
@@ -78,35 +81,60 @@ class RunningQuantile(nn.Module):
 
     @property
     def turn(self) -> float:
-        """The logit above which the gate is open."""
+        """The logit above which the gate is open in evaluation."""
         return self.threshold.item()
 
-    def is_open(self, logit: Tensor) -> Tensor:
-        return logit > self.threshold
-
-    def forward(self, logit: Tensor) -> Tensor:
+    def forward(self, logit: Tensor) -> Opened:
         if not self.training:
-            return self.is_open(logit).to(logit.dtype)
+            return Opened((logit > self.threshold).to(logit.dtype), self.threshold)
         share = self.budget.shares()[self.place]
         if share >= 1:
-            self.threshold.fill_(-math.inf)
-            return torch.ones_like(logit)
+            return Opened(torch.ones_like(logit), logit.new_tensor(-math.inf))
         logits = _of_all_processes(logit.detach(), self.budget.share)
-        threshold = torch.quantile(logits, 1 - share)
-        running = threshold if self.turn == -math.inf else self.threshold.lerp(threshold, MOMENTUM)
-        self.threshold.copy_(running)
+        turn = torch.quantile(logits, 1 - share)
         scale = self.temperature * logits.std(correction=0).clamp_min(1e-6)
-        soft = torch.sigmoid((logit - threshold) / scale)
-        z = (logit > threshold).to(logit.dtype) + soft - soft.detach()
+        soft = torch.sigmoid((logit - turn) / scale)
+        z = (logit > turn).to(logit.dtype) + soft - soft.detach()
         if self.budget.worth is not None:
-            slope = soft.detach() * (1 - soft.detach())  # the samples near the threshold speak for the block
-            of_all = torch.sigmoid((logits - threshold) / scale)
+            near = soft.detach() * (1 - soft.detach())  # the samples near the threshold speak for the block
+            of_all = torch.sigmoid((logits - turn) / scale)
             worth = self.budget.slope(share) * self.budget.worth[self.place]
-            z = z + slope / (of_all * (1 - of_all)).mean() * (worth - worth.detach())
-        return z
+            z = z + near / (of_all * (1 - of_all)).mean().clamp_min(1e-6) * (worth - worth.detach())
+        return Opened(z, turn)
 
     def extra_repr(self) -> str:
         return f"place={self.place}, temperature={self.temperature}"
+
+
+@torch.no_grad()
+def calibrate(network: ResNet, shares: list[float], images: Tensor) -> list[float]:
+    """Sets every gate's threshold so that a given share of the images opens it, from the first block to the last.
+
+    What a block sees depends on what the blocks before it decided, so they are settled in order. Gives the shares that
+    came of it: images with equal logits are opened or closed together.
+    """
+    was_training = network.training
+    network.eval()
+    maps, wanted, reached = [network.stem(part) for part in images.split(CHUNK)], iter(shares), []
+    for block in network.blocks:
+        if block.gate is not None:
+            logits = torch.cat([block.decide(x).logit for x in maps])
+            block.gate.opening.threshold.fill_(turn_for(logits, next(wanted)))
+            reached.append((logits > block.gate.opening.threshold).float().mean().item())
+        maps = [block(x)[0] for x in maps]
+    network.train(was_training)
+    return reached
+
+
+def turn_for(logits: Tensor, share: float) -> float:
+    """The threshold above which a share of the logits lies, halfway between its neighbours."""
+    number = round(share * len(logits))
+    if number == 0:
+        return math.inf
+    if number == len(logits):
+        return -math.inf
+    falling = logits.sort(descending=True).values
+    return ((falling[number - 1] + falling[number]) / 2).item()
 
 
 def _of_all_processes(logit: Tensor, share: Share | None) -> Tensor:

@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+import cosinegate.commands  # noqa: F401  the schemas that conf/ names
 from cosinegate.config import SWEEPS
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically

@@ -82,6 +82,16 @@ def show_routing(summary: "RoutingSummary", classes: tuple[str, ...]) -> None:
     Console(width=max(Console().width, widest)).print(table)  # rather wrapped by the terminal than cut off
 
 
+def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Words in the first column, figures in the others."""
+    table = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
 def bars(shares: list[float]) -> str:
     """A letter a block: how many of the images compute it."""
     return "".join(BARS[round(share * (len(BARS) - 1))] for share in shares)

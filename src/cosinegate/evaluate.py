@@ -15,12 +15,14 @@ from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.checkpoint import first_line, read_checkpoint
-from cosinegate.config import Config, EvaluateConfig, is_batches, require_positive, validate
+from cosinegate.commands import EvaluateConfig
+from cosinegate.config import is_batches, require_positive, validate
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
 from cosinegate.routing import RoutingSummary
 from cosinegate.run import asked_too_much, build_trainer, quiet
+from cosinegate.schema import Config
 
 
 def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:

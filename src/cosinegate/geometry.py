@@ -93,10 +93,11 @@ def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
 
 def pooled_statistics(x: Tensor) -> Tensor:
     """(B, C, H, W) -> (B, 3C): each channel's mean, standard deviation and maximum."""
-    flat = x.permute(0, 2, 3, 1).flatten(1, 2)
-    mean = flat.mean(1)
-    std = (torch.linalg.vector_norm(flat, dim=1).square() / flat.shape[1] - mean.square()).clamp_min(0).sqrt()
-    return torch.cat((mean, std, flat.amax(1)), dim=1)
+    lines = x.permute(0, 2, 3, 1)  # in channels_last memory order, where a reduction over H runs over whole lines
+    pixels = x.shape[2] * x.shape[3]
+    mean = lines.sum(1).sum(1) / pixels
+    std = (lines.square().sum(1).sum(1) / pixels - mean.square()).clamp_min(0).sqrt()
+    return torch.cat((mean, std, lines.amax(1).amax(1)), dim=1)
 
 
 def cosine(inner: Tensor, square_u: Tensor, square_v: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from cosinegate.config import OptimizerConfig
 from cosinegate.networks import Output, ResNet
 from cosinegate.objective import Objective
+from cosinegate.schema import OptimizerConfig
 
 
 class LitCosineGate(L.LightningModule):

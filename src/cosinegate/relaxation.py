@@ -1,12 +1,20 @@
 """From a gate's logit to how open it is: Gumbel-Softmax in training (Eq. 13-15), a threshold in evaluation (Eq. 16)."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cosinegate.choices import Annealing
 from cosinegate.processes import Share
+
+
+class Opened(NamedTuple):
+    """How open the gates of a batch are, and the logit above which a gate without noise is open."""
+
+    gate: Tensor  # (B,)
+    turn: Tensor  # ()
 
 
 def gumbel_difference(like: Tensor, share: Share | None = None) -> Tensor:
@@ -28,6 +36,11 @@ def relax(logit: Tensor, noise: Tensor | float, temperature: float, hard: bool) 
     """
     z = torch.sigmoid((logit + noise) / temperature)
     return z + ((z > 0.5).to(z.dtype) - z).detach() if hard else z
+
+
+def threshold_gate(logit: Tensor, threshold: float) -> Tensor:
+    """1 where σ(ℓ) > δ, else 0."""
+    return (torch.sigmoid(logit) > threshold).to(logit.dtype)
 
 
 def anneal(annealing: Annealing, start: float, end: float, progress: float) -> float:
@@ -57,14 +70,12 @@ class Relaxation(nn.Module):
         """The logit above which the gate is open."""
         return math.log(self.threshold / (1 - self.threshold))
 
-    def is_open(self, logit: Tensor) -> Tensor:
-        return torch.sigmoid(logit) > self.threshold
-
-    def forward(self, logit: Tensor) -> Tensor:
+    def forward(self, logit: Tensor) -> Opened:
+        turn = logit.new_tensor(self.turn)
         if not self.training:
-            return self.is_open(logit).to(logit.dtype)
+            return Opened(threshold_gate(logit, self.threshold), turn)
         noise = gumbel_difference(logit, self.share) if self.noisy else 0.0
-        return relax(logit, noise, self.temperature, self.hard)
+        return Opened(relax(logit, noise, self.temperature, self.hard), turn)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}, hard={self.hard}, threshold={self.threshold}"

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cosinegate import console
 from cosinegate.build import build_module
+from cosinegate.callbacks.calibrated import Calibrated
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints, checkpoints
 from cosinegate.callbacks.console import EpochLine
 from cosinegate.callbacks.flops import ExecutedFlops
@@ -29,7 +30,7 @@ from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, SwitchOver, Warmup
 from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
-from cosinegate.config import NetworkConfig, identity, run_folder, validate
+from cosinegate.config import identity, run_folder, validate
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
@@ -38,6 +39,7 @@ from cosinegate.loggers import MetricsCSV
 from cosinegate.memory import keep_freed_memory
 from cosinegate.record import read_record
 from cosinegate.routing import RoutingSummary
+from cosinegate.schema import NetworkConfig
 from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
 
 
@@ -65,6 +67,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     schedule += [SwitchOver(config.gate.predictor.switch_epoch)]
     collector = RouteCollector()
     kept = [
+        Calibrated(),
         statistics,
         PredictionStatistics(),
         executed,

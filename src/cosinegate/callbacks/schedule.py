@@ -6,11 +6,11 @@ import lightning.pytorch as L
 import torch
 
 from cosinegate.calibration import Budget
-from cosinegate.config import ObjectiveConfig, RelaxationConfig
 from cosinegate.gates import PredictiveGate
 from cosinegate.lit import LitCosineGate
 from cosinegate.objective import prog
 from cosinegate.relaxation import Relaxation, anneal
+from cosinegate.schema import ObjectiveConfig, RelaxationConfig
 
 
 class Warmup(L.Callback):

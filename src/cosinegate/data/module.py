@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from cosinegate.choices import Validation
-from cosinegate.config import DataConfig
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.loader import Augmentation, EpochOrder, EvalLoader, Normalisation, TrainLoader
 from cosinegate.data.sources import Arrays, load
 from cosinegate.errors import UserError
+from cosinegate.schema import DataConfig
 
 SPLIT_SEED = 20161205  # which images are held out never depends on a run's seed
 
@@ -74,6 +74,12 @@ class ImageData(L.LightningDataModule):
 
     def test_dataloader(self) -> EvalLoader:
         return self._eval_loader("test")
+
+    def whole_images(self, split: str, limit: int | None = None) -> tuple[Tensor, Tensor]:
+        """The first images of a split as the network takes them, neither cropped nor mirrored, and their labels."""
+        images, labels = self._on_device(split)
+        loader = EvalLoader(images[:limit], labels[:limit], self._normalise, self.config.eval_batch_size, 0, 1)
+        return torch.cat([batch[0] for batch in loader]), labels[:limit]
 
     def _eval_loader(self, split: str) -> EvalLoader:
         images, labels = self._on_device(split)

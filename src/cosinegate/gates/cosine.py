@@ -40,11 +40,11 @@ class CosineGate(nn.Module):
         start = torch.tensor(abs(gamma) if polarity is Polarity.novelty else gamma)
         self.gamma = nn.Parameter(start, requires_grad=learnable)
         self.controller = controller
-        self.opening = opening  # from a logit to how open: a Relaxation or a RunningQuantile
+        self.opening = opening  # from a logit to how open: a Relaxation or a Quantile
         self.measure = measure
 
     def forward(self, x: Tensor, dots: Dots) -> Decision:
         exact = geometry.measured(self.measure, dots)
         offset = self.controller(geometry.global_average_pool(x)) if self.controller is not None else 0.0
         logit = self.gamma * (exact + offset)
-        return Decision(self.opening(logit), logit, exact, exact.detach(), torch.ones_like(exact))
+        return Decision(self.opening(logit).gate, logit, exact, exact.detach(), torch.ones_like(exact))

@@ -43,7 +43,7 @@ class PredictiveGate(CosineGate):
         predicted, offset = self._look(x)
         logit = self.gamma * (predicted + offset)
         unknown = torch.full_like(predicted, torch.nan)
-        return Decision(self.opening(logit), logit, predicted, unknown, unknown)
+        return Decision(self.opening(logit).gate, logit, predicted, unknown, unknown)
 
     def forward(self, x: Tensor, dots: Dots) -> Decision:
         """With F, which training runs for every sample."""
@@ -51,9 +51,9 @@ class PredictiveGate(CosineGate):
         exact = geometry.measured(self.measure, dots).detach()
         used = exact if self.by_exact else predicted.detach()
         logit = self.gamma * (used + offset)
-        gate = self.opening(logit)
-        other = self.gamma.detach() * (exact + offset.detach())
-        agrees = (self.opening.is_open(logit.detach()) == self.opening.is_open(other)).to(logit.dtype)
+        gate, turn = self.opening(logit)
+        by_predicted, by_exact = (self.gamma * (value + offset) > turn for value in (predicted, exact))
+        agrees = (by_predicted == by_exact).to(logit.dtype)
         return Decision(gate, logit, predicted, exact, agrees)
 
     def _look(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,12 @@ class ResidualBlock(nn.Module):
         y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
         return self.activation(y), BlockRouting(decision, dots)
 
+    def decide(self, x: Tensor) -> Decision:
+        """What the gate decides, without the rest."""
+        if self.gate.decides_first:
+            return self.gate.decide(x)
+        return self.gate(x, geometry.constant_dot_products(self.shortcut(x), self.residual(x)))
+
     def _skipping(self, s: Tensor, x: Tensor) -> tuple[Tensor, BlockRouting]:
         """F runs for the samples whose gate is open, and for no other."""
         decision = self.gate.decide(x)

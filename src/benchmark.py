@@ -1,0 +1,17 @@
+"""Time a run's deployed forms against the dense network: `python src/benchmark.py run=runs/mnist/<run>`."""
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require
+
+
+def task(config: DictConfig) -> None:
+    require(config)
+    from cosinegate.deploy.benchmark import benchmark, show
+
+    show(benchmark(config))
+
+
+if __name__ == "__main__":
+    cli.run(task, "benchmark")

@@ -1,0 +1,197 @@
+"""Exports a run for deployment, and measures on the test set that every form is the network that was trained."""
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from torch import Tensor
+
+from cosinegate import console
+from cosinegate.commands import ExportConfig
+from cosinegate.config import require_positive
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.specialise import routed_otherwise, specialise
+from cosinegate.deploy.trained import Trained, load_trained
+from cosinegate.deploy.weights import described, write_weights
+from cosinegate.errors import UserError
+from cosinegate.files import write_atomically
+from cosinegate.record import provenance
+
+CALIBRATION_IMAGES = 512  # whose activations give the int8 form its scales
+CLOSE = 1e-4  # folding BatchNorm reorders sums of some hundred float32 products: scores move in the sixth digit
+
+
+def export(asked: ExportConfig) -> dict[str, Any]:
+    """The card of what was written: `branch.onnx`, `batch.onnx`, `int8.onnx`, `weights.safetensors`, `card.json`."""
+    require_positive(asked, "threads", "images")
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    if not 0 <= asked.tolerance < 0.5:
+        raise UserError(f"tolerance = {asked.tolerance}: must be at least 0 and below 0.5")
+    trained = load_trained(asked.run, asked.checkpoint.name, asked.root, asked.data_folder)
+    folder = Path(asked.folder) if asked.folder is not None else _beside(trained.path)
+    if folder.exists() and not (folder / "card.json").is_file():
+        raise UserError(f"folder = {folder}: is there and is no export; choose another")
+    held_out = trained.held_out()
+    if asked.budget is not None:
+        trained.calibrate(asked.budget, held_out)
+    eager = trained.folded
+    changes = []
+    if asked.specialise:
+        trained.folded, changes = specialise(eager, held_out, asked.tolerance)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
+        card = _write(trained, Path(made), asked, held_out, changes)
+        write_atomically(Path(made) / "card.json", json.dumps(card, indent=2) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        Path(made).rename(folder)
+        Path(made).mkdir()  # what the context takes away
+    folder.chmod(0o755)
+    return card | {"folder": str(folder)}
+
+
+def _beside(checkpoint: Path) -> Path:
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+    return run / "export"
+
+
+def _write(
+    trained: Trained, folder: Path, asked: ExportConfig, held_out: Tensor, changes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    channels, height, width = held_out.shape[1:]
+    shape, network = (channels, height, width), trained.folded
+    write_weights(network, folder / "weights.safetensors")
+    console.say("exporting branch.onnx (one image, an If a gate) and batch.onnx (any number of images)")
+    write_onnx(BranchForm(network), folder / "branch.onnx", shape, one_image=True)
+    write_onnx(BatchForm(network), folder / "batch.onnx", shape, one_image=False)
+    console.say(f"quantising int8.onnx with the activations of {min(CALIBRATION_IMAGES, len(held_out))} images")
+    write_int8(folder / "batch.onnx", folder / "int8.onnx", held_out[:CALIBRATION_IMAGES])
+    images, labels = trained.data.whole_images("test", asked.images)
+    console.say(f"comparing every form with the trained network on {len(images)} test images")
+    forms = compared(trained, folder, images, labels, asked.threads or torch.get_num_threads())
+    data = trained.config.data
+    return {
+        "name": trained.config.name,
+        "checkpoint": str(trained.path),
+        "data": data.name.name,
+        "classes": list(trained.data.image_set.classes),
+        "input": {"shape": list(shape), "layout": "NCHW", "mean": list(data.mean), "std": list(data.std), "scale": 255},
+        "network": described(network),
+        "budget": asked.budget,
+        "specialised": changes,
+        "tolerance": {"scores": CLOSE, "why": "BatchNorm is folded into float32 convolutions; int8 promises nothing"},
+        "test_images": len(images),
+        "forms": forms,
+        "files": {path.name: _sha256(path) for path in sorted(folder.iterdir())},
+        "provenance": provenance(),
+    }
+
+
+def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, threads: int) -> dict[str, Any]:
+    """Accuracy of every form, and how far its scores and its routes are from those of the trained network."""
+    scores, gates = eager_forward(trained, images)
+    array = images.contiguous().numpy()
+    runtime = SkippingNetwork(trained.folded)
+    runs: dict[str, Callable[[], tuple[np.ndarray, np.ndarray | None]]] = {
+        "runtime": lambda: (runtime(images).numpy(), None),
+        "branch.onnx": lambda: run_onnx(session(folder / "branch.onnx", threads), array, 1),
+        "batch.onnx": lambda: run_onnx(session(folder / "batch.onnx", threads), array, 64),
+        "int8.onnx": lambda: run_onnx(session(folder / "int8.onnx", threads), array, 64),
+    }
+    found = {"trained": {"accuracy": _accuracy(scores, labels)}}
+    always = torch.ones_like(gates)
+    always[:, [i for i, block in enumerate(trained.folded.blocks) if block.removed]] = False
+    gated = [i for i, block in enumerate(trained.folded.blocks) if block.head is not None]
+    for name, run in runs.items():
+        theirs, decided = run()
+        theirs = torch.from_numpy(np.asarray(theirs))
+        route = always.clone()
+        if name == "runtime":
+            route = runtime.gates
+        elif decided is not None:
+            route[:, gated] = torch.from_numpy(decided)
+        found[name] = {
+            "accuracy": _accuracy(theirs, labels),
+            "same_class": (theirs.argmax(1) == scores.argmax(1)).float().mean().item(),
+            "same_route": 1 - routed_otherwise(gates, route),
+            "largest_difference": (theirs - scores).abs().max().item(),
+        }
+    return found
+
+
+@torch.inference_mode()
+def eager_forward(trained: Trained, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and gates (B, N) of the network as it was trained."""
+    outputs = [trained.eager(part) for part in images.split(250)]
+    return torch.cat([o.logits for o in outputs]), torch.cat([o.routing.gates for o in outputs]).bool()
+
+
+class _Images(CalibrationDataReader):
+    def __init__(self, images: Tensor) -> None:
+        self.batches = iter(images.contiguous().split(64))
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        batch = next(self.batches, None)
+        return None if batch is None else {"images": batch.numpy()}
+
+
+def write_int8(source: Path, path: Path, images: Tensor) -> None:
+    """Convolutions in int8, one scale a channel; the gates stay in float32, for a route is a comparison."""
+    with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as scratch:
+        logging.getLogger().setLevel(logging.ERROR)
+        prepared = Path(scratch) / "prepared.onnx"
+        quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+        quantize_static(
+            str(prepared),
+            str(path),
+            _Images(images),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=["Conv"],
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            extra_options={"ActivationSymmetric": False, "WeightSymmetric": True},
+        )
+
+
+def show(card: dict[str, Any]) -> None:
+    rows = [
+        (
+            name,
+            console.percent(form["accuracy"]),
+            *(console.percent(form[key]) if key in form else "" for key in ("same_class", "same_route")),
+            f"{form['largest_difference']:.1e}" if "largest_difference" in form else "",
+        )
+        for name, form in card["forms"].items()
+    ]
+    console.show_table(
+        f"{card['name']} on {card['test_images']} test images of {card['data']}",
+        ("form", "accuracy", "same class", "same route", "largest difference"),
+        rows,
+    )
+    for change in card["specialised"]:
+        console.say(
+            f"block {change['block']}: {change['done']}; {console.percent(change['otherwise'])} of the calibration "
+            "images would have routed otherwise"
+        )
+    console.say(f"written to {card['folder']}")
+
+
+def _accuracy(scores: Tensor, labels: Tensor) -> float:
+    return (scores.argmax(1) == labels).float().mean().item()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

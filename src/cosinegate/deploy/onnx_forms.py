@@ -1,0 +1,125 @@
+"""The deployed network as ONNX, with its routes left open: nothing of a route is fixed by tracing.
+
+`branch` takes one image: an If for every gate, of which only the taken branch runs. `batch` takes any number of images:
+NonZero, Gather and Scatter select the open ones. `dense` is the same network without its gates.
+"""
+
+import contextlib
+import io
+import logging
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork, GateHead
+from cosinegate.files import replacing
+
+
+class OnnxForm(nn.Module):
+    """Gives class scores and, where there are gates, what they decided (B, G)."""
+
+    def __init__(self, network: FoldedNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        x = torch.relu(self.network.stem(images))
+        gates = []
+        for block in self.network.blocks:
+            if block.removed:
+                x = block.identity(x)
+            elif block.head is None:
+                x = block.full(x)
+            else:
+                is_open = _logit(block.head, x) > block.head.turn
+                gates.append(is_open)
+                x = self.route(block, is_open, x)
+        scores = self.network.head(x.mean((2, 3)))
+        return (scores, torch.cat(gates, dim=1)) if gates else (scores,)
+
+    def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class BranchForm(OnnxForm):
+    def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
+        return torch.cond(is_open.reshape([]), block.full, lambda x: block.identity(x).clone(), (x,))
+
+
+class BatchForm(OnnxForm):
+    def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
+        computed = is_open.squeeze(1).nonzero().squeeze(1)
+        return block.identity(x).index_copy(0, computed, block.full(x[computed]))
+
+
+def _logit(head: GateHead, x: Tensor) -> Tensor:
+    """(B, 1): as `head.logit`, with reductions that onnxruntime has kernels for."""
+    mean = x.mean((2, 3))
+    std = ((x * x).mean((2, 3)) - mean * mean).relu().sqrt()
+    return head.w2(torch.relu(head.w1(torch.cat((mean, std, x.amax((2, 3))), dim=1))))
+
+
+def write_onnx(form: OnnxForm, path: Path, shape: tuple[int, int, int], one_image: bool) -> None:
+    """Exports for images (C, H, W), one or any number of them, and checks the file."""
+    form = form.eval().to(memory_format=torch.contiguous_format)
+    images = torch.zeros(1 if one_image else 3, *shape)
+    dynamic = None if one_image else ({0: torch.export.Dim("batch", min=1)},)
+    names = ["scores", "gates"][: len(form(images)) if not one_image else 2]
+    if all(block.head is None for block in form.network.blocks):
+        names = ["scores"]
+    with _quietly():
+        program = torch.onnx.export(
+            form, (images,), dynamo=True, input_names=["images"], output_names=names, dynamic_shapes=dynamic
+        )
+    model = keep_weights_in_branches(program.model_proto)
+    onnx.checker.check_model(model)
+    with replacing(path) as file:
+        file.write(model.SerializeToString())
+
+
+def keep_weights_in_branches(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Moves what only a branch uses into it. onnxruntime lays out a convolution for speed only where its weights are
+    constants of the same graph: an open branch is 1.3 times as fast.
+    """
+    graph = model.graph
+    used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    weights = {weight.name: weight for weight in graph.initializer if weight.name not in used}
+    for node in graph.node:
+        for branch in (attribute.g for attribute in node.attribute if attribute.HasField("g")):
+            wanted = dict.fromkeys(name for inner in branch.node for name in inner.input if name in weights)
+            branch.initializer.extend(weights[name] for name in wanted)
+    kept = [weight for weight in graph.initializer if weight.name in used]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+    return model
+
+
+def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def run_onnx(
+    model: onnxruntime.InferenceSession, images: np.ndarray, batch: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scores and decisions, `batch` images at a time."""
+    parts = [model.run(None, {"images": images[i : i + batch]}) for i in range(0, len(images), batch)]
+    scores, *gates = (np.concatenate(fields) for fields in zip(*parts, strict=True))
+    return scores, gates[0] if gates else None
+
+
+@contextlib.contextmanager
+def _quietly():  # noqa: ANN202
+    """The exporter tells its steps on stdout and its inner deprecations as warnings."""
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        yield
+    logging.getLogger("torch.onnx").setLevel(level)

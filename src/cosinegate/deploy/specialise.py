@@ -1,0 +1,36 @@
+"""Gates that never change their mind are not worth asking: the paper's hybrid of static and dynamic execution."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosinegate.deploy.folded import FoldedNetwork
+from cosinegate.deploy.skipping import SkippingNetwork
+
+
+def specialise(network: FoldedNetwork, images: Tensor, tolerance: float) -> tuple[FoldedNetwork, list[dict[str, Any]]]:
+    """Removes blocks that are closed, and gates that are open, for all but a share `tolerance` of the images.
+
+    Says of each what was done, and which share of the images would have routed otherwise.
+    """
+    runtime = SkippingNetwork(network)
+    runtime(images)
+    shares = runtime.gates.float().mean(0).tolist()
+    made, changes = copy.deepcopy(network), []
+    for place, (block, share) in enumerate(zip(made.blocks, shares, strict=True)):
+        if block.head is None or block.removed:
+            continue
+        if share <= tolerance:
+            block.removed, block.head = True, None
+            changes.append({"block": place, "done": "removed", "otherwise": share})
+        elif share >= 1 - tolerance:
+            block.head = None
+            changes.append({"block": place, "done": "always computed", "otherwise": 1 - share})
+    return made, changes
+
+
+def routed_otherwise(before: Tensor, after: Tensor) -> float:
+    """The share of images whose route (B, N) is another."""
+    return torch.ne(before, after).any(1).float().mean().item()

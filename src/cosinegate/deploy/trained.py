@@ -1,0 +1,83 @@
+"""A trained run as deployment meets it: its network, its data, and the thresholds of any budget."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from cosinegate.calibration import Budget, Quantile, calibrate
+from cosinegate.choices import Sharing, Validation
+from cosinegate.data.module import ImageData
+from cosinegate.deploy.folded import FoldedNetwork, folded
+from cosinegate.errors import UserError
+from cosinegate.evaluate import checkpoint_path, load_checkpoint
+from cosinegate.gates import PredictiveGate
+from cosinegate.networks import ResNet
+
+
+@dataclass
+class Trained:
+    """`eager` is the network as it was trained, `folded` as it is deployed, both with the same thresholds."""
+
+    path: Path  # of the checkpoint
+    config: DictConfig
+    eager: ResNet
+    folded: FoldedNetwork
+    data: ImageData
+
+    @property
+    def held_out_words(self) -> str:
+        kept = self.config.data.validation is Validation.holdout
+        return "held-out images" if kept else "training images, for the run kept none aside"
+
+    def held_out(self) -> Tensor:
+        """Images for calibration, never of the test set."""
+        split = "val" if self.config.data.validation is Validation.holdout else "train"
+        return self.data.whole_images(split, self.config.data.holdout)[0]
+
+    def calibrate(self, budget: float, images: Tensor) -> list[float]:
+        """Moves the thresholds so that the mean gate over all blocks is `budget` on these images; gives the shares."""
+        shares = self._shares(budget)
+        for place, gate in enumerate(self._gates):
+            if not isinstance(gate.opening, Quantile):
+                gate.opening = Quantile(self._plain_budget, place, temperature=1.0).eval()
+        reached = calibrate(self.eager, shares, images)
+        self.folded = folded(self.eager)
+        return reached
+
+    def _shares(self, budget: float) -> list[float]:
+        """What the trained network gives each gated block at this budget; the same to all where it learned none."""
+        first = self._gates[0].opening
+        plan = first.budget if isinstance(first, Quantile) else self._plain_budget
+        least = plan.free / (plan.free + sum(plan.costs))
+        if not least <= budget <= 1:
+            free = f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)}"
+            raise UserError(f"budget = {budget}: must lie from {least:.3f} to 1, for {free} blocks have no gate")
+        return plan.shares(budget)
+
+    @property
+    def _plain_budget(self) -> Budget:
+        gated, blocks = len(self._gates), len(self.eager.blocks)
+        return Budget(1.0, torch.ones(gated) / blocks, 1 - gated / blocks, Sharing.block, 0.0, 1.0)
+
+    @property
+    def _gates(self) -> list[PredictiveGate]:
+        return [block.gate for block in self.eager.blocks if block.gate is not None]
+
+
+def load_trained(run: str, checkpoint: str, root: str | None = None, folder: str | None = None) -> Trained:
+    """Ends with one line where there is nothing that could be skipped."""
+    path = checkpoint_path(Path(run), checkpoint)
+    module, config = load_checkpoint(path)
+    if all(block.gate is None for block in module.network.blocks):
+        raise UserError(f"{path}: a dense network has no gates, so there is nothing to skip")
+    try:
+        plain = folded(module.network)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    config.data.root, config.data.folder = root or config.data.root, folder or config.data.folder
+    data = ImageData(config.data, config.seed)
+    data.setup()
+    return Trained(path, config, module.network.eval(), plain, data)

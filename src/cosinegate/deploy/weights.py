@@ -1,0 +1,87 @@
+"""The deployed network as safetensors weights and the JSON that rebuilds it: data, with no code in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import nn
+
+from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork, GateHead
+from cosinegate.errors import UserError
+from cosinegate.files import replacing
+from cosinegate.networks.block import PadShortcut
+
+FORMAT = 1
+
+
+def described(network: FoldedNetwork) -> dict[str, Any]:
+    """The shapes that `rebuilt` needs."""
+    return {
+        "format": FORMAT,
+        "in_channels": network.stem.in_channels,
+        "width": network.stem.out_channels,
+        "classes": network.head.out_features,
+        "blocks": [
+            {
+                "inputs": block.conv1.in_channels,
+                "outputs": block.conv1.out_channels,
+                "stride": block.conv1.stride[0],
+                "shortcut": _kind(block.shortcut),
+                "post_activation": block.post_activation,
+                "gate": None if block.head is None else list(block.head.w1.weight.shape),
+                "removed": block.removed,
+            }
+            for block in network.blocks
+        ],
+    }
+
+
+def rebuilt(card: dict[str, Any], path: Path) -> FoldedNetwork:
+    """The network that a card describes, with the weights of the file."""
+    try:
+        if card["format"] != FORMAT:
+            raise UserError(f"{path}: format {card['format']}, this program reads {FORMAT}")
+        blocks = [_block(**block) for block in card["blocks"]]
+        stem = nn.Conv2d(card["in_channels"], card["width"], 3, padding=1)
+        network = FoldedNetwork(stem, blocks, nn.Linear(blocks[-1].conv1.out_channels, card["classes"]))
+        network.load_state_dict(load_file(path))
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: not the weights of its card: {' '.join(str(error).split())[:200]}") from error
+    return network.requires_grad_(False).eval().to(memory_format=torch.channels_last)
+
+
+def read_exported(folder: Path) -> FoldedNetwork:
+    """What `write_weights` left in an export's folder."""
+    path = folder / "card.json"
+    try:
+        card = json.loads(path.read_text())["network"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not an export's card: {error}") from error
+    return rebuilt(card, folder / "weights.safetensors")
+
+
+def write_weights(network: FoldedNetwork, path: Path) -> None:
+    with replacing(path) as file:
+        file.write(save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}))
+
+
+def _kind(shortcut: nn.Module) -> str:
+    return {nn.Identity: "identity", PadShortcut: "pad", nn.Conv2d: "projection"}[type(shortcut)]
+
+
+def _block(
+    inputs: int, outputs: int, stride: int, shortcut: str, post_activation: bool, gate: list[int] | None, removed: bool
+) -> FoldedBlock:
+    paths = {
+        "identity": nn.Identity,
+        "pad": lambda: PadShortcut(outputs - inputs, stride),
+        "projection": lambda: nn.Conv2d(inputs, outputs, 1, stride),
+    }
+    conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1)
+    block = FoldedBlock(conv1, nn.Conv2d(outputs, outputs, 3, padding=1), paths[shortcut](), post_activation)
+    block.head = None if gate is None else GateHead(features=gate[1], hidden=gate[0])
+    block.removed = removed
+    return block

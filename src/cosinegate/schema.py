@@ -1,0 +1,173 @@
+"""The schema of a training config. The values themselves live in `conf/`, their ranges in `config.py`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from cosinegate.choices import (
+    Annealing,
+    Calibration,
+    Dataset,
+    GateKind,
+    Measure,
+    Polarity,
+    Sharing,
+    Shortcut,
+    Sided,
+    Signal,
+    Validation,
+    Weighting,
+)
+
+
+@dataclass
+class DataConfig:
+    name: Dataset = MISSING
+    root: str = MISSING  # where verified data is kept
+    folder: str | None = None  # a folder that holds the original files; looked at first
+    validation: Validation = MISSING
+    holdout: int = MISSING  # training images kept for selection with validation: holdout
+    batch_size: int = MISSING  # over all devices together
+    eval_batch_size: int = MISSING
+    drop_last: bool = MISSING
+    crop_padding: int = MISSING  # 0: no random crop
+    flip: bool = MISSING
+    mean: list[float] = MISSING
+    std: list[float] = MISSING
+
+
+@dataclass
+class NetworkConfig:
+    depth: int = MISSING  # 6n+2
+    blocks: list[int] | None = None  # of each stage; none: n in all three, as the depth says
+    width: int = MISSING  # channels of the first stage
+    shortcut: Shortcut = MISSING
+    post_activation: bool = MISSING
+
+
+@dataclass
+class GammaConfig:
+    init: float = MISSING  # γ_0
+    learnable: bool = MISSING
+
+
+@dataclass
+class ControllerConfig:
+    enabled: bool = MISSING
+    reduction: int = MISSING
+
+
+@dataclass
+class RelaxationConfig:
+    hard: bool = MISSING  # straight-through
+    temperature: float = MISSING
+    temperature_end: float = MISSING  # for every annealing but none
+    annealing: Annealing = MISSING
+    noise_until: float = MISSING  # share of the run after which the noise is off
+
+
+@dataclass
+class PredictorConfig:
+    hidden: int = MISSING
+    switch_epoch: float = MISSING  # before it, training decides by the exact measure
+
+
+@dataclass
+class QuantileConfig:
+    sharing: Sharing = MISSING
+    low: float = MISSING  # the least and the greatest share of a block, with sharing: network
+    high: float = MISSING
+    temperature: float = MISSING  # of the straight-through gradient, in standard deviations of the logit
+
+
+@dataclass
+class GateConfig:
+    kind: GateKind = MISSING
+    signal: Signal = MISSING
+    measure: Measure = MISSING
+    first_blocks: bool = MISSING  # whether the first block of each stage has a gate
+    calibration: Calibration = MISSING
+    predictor: PredictorConfig = MISSING
+    quantile: QuantileConfig = MISSING
+    polarity: Polarity = MISSING
+    threshold: float = MISSING  # δ
+    gamma: GammaConfig = MISSING
+    controller: ControllerConfig = MISSING
+    relaxation: RelaxationConfig = MISSING
+
+
+@dataclass
+class ConsistencyConfig:
+    detach_target: bool = MISSING
+
+
+@dataclass
+class ObjectiveConfig:
+    lambda_flops: float = MISSING
+    lambda_cons: float = MISSING
+    tau_target: float = MISSING
+    weighting: Weighting = MISSING
+    sided: Sided = MISSING
+    lambda_predict: float = MISSING  # of the predicted measure's squared error
+    start_epoch: float = MISSING  # prog(t) is 0 until then
+    warmup_epochs: float = MISSING  # T_warmup
+    per_step: bool = MISSING  # t counts fractions of an epoch
+    consistency: ConsistencyConfig = MISSING
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = MISSING
+    momentum: float = MISSING
+    weight_decay: float = MISSING
+    nesterov: bool = MISSING
+    gate_lr: float = MISSING  # of the gates' parameters, as a multiple of lr
+    decay_gates: bool = MISSING  # weight decay on the gates' parameters too
+
+
+@dataclass
+class TrainerConfig:
+    """Arguments of lightning's Trainer, under their own names."""
+
+    accelerator: str = MISSING
+    devices: Any = MISSING  # a number, a list of device indices, or "auto"
+    strategy: str = MISSING
+    num_nodes: int = MISSING
+    precision: str = MISSING
+    max_epochs: int = MISSING
+    limit_train_batches: Any = None  # a share (float) or a number (int) of batches
+    limit_val_batches: Any = None  # a share (float) or a number (int) of batches
+    limit_test_batches: Any = None  # a share (float) or a number (int) of batches
+    check_val_every_n_epoch: int = MISSING
+    num_sanity_val_steps: int = MISSING
+    log_every_n_steps: int = MISSING
+    gradient_clip_val: float | None = None
+    accumulate_grad_batches: int = MISSING
+    sync_batchnorm: bool = MISSING
+    deterministic: bool = MISSING
+    detect_anomaly: bool = MISSING
+    enable_progress_bar: bool = MISSING
+    enable_model_summary: bool = MISSING
+
+
+@dataclass
+class Config:
+    name: str = MISSING  # the experiment, and the folder of its runs
+    seed: int = MISSING
+    threads: int | None = None  # torch threads; none leaves torch's own choice
+    runs_dir: str = MISSING
+    run_dir: str | None = None  # none: runs_dir/name/<hash of the config>-s<seed>
+    sweep: str | None = None  # the sweep that the run is a job of
+    data: DataConfig = MISSING
+    network: NetworkConfig = MISSING
+    gate: GateConfig = MISSING
+    objective: ObjectiveConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    callbacks: dict[str, Any] = MISSING  # lightning callbacks by `_target_`
+    logger: dict[str, Any] = MISSING  # loggers beside metrics.csv, by `_target_`
+
+
+ConfigStore.instance().store(name="schema", node=Config)

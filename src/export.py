@@ -1,0 +1,17 @@
+"""Export a run for deployment, ONNX and safetensors: `python src/export.py run=runs/predictive_balanced/<run>`."""
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require
+
+
+def task(config: DictConfig) -> None:
+    require(config)
+    from cosinegate.deploy.export import export, show
+
+    show(export(config))
+
+
+if __name__ == "__main__":
+    cli.run(task, "export")
