@@ -29,6 +29,7 @@ class GateMaker:
         self.made = 0
 
     def __call__(self, channels: int, is_first: bool) -> CosineGate | None:
+        """Of a block whose input has `channels` channels; `is_first` of its stage."""
         config = self.config
         if config.kind is GateKind.none or (is_first and not config.first_blocks):
             return None
@@ -63,6 +64,7 @@ def build_network(config: DictConfig, make_gate: GateMaker | None = None) -> Res
         shortcut=config.network.shortcut,
         post_activation=config.network.post_activation,
         make_gate=make_gate or GateMaker(config),
+        look=config.gate.predictor.look,
         consistency=config.objective.lambda_cons > 0,
         detach_target=config.objective.consistency.detach_target,
     )

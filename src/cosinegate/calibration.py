@@ -116,12 +116,14 @@ def calibrate(network: ResNet, shares: list[float], images: Tensor) -> list[floa
     was_training = network.training
     network.eval()
     maps, wanted, reached = [network.stem(part) for part in images.split(CHUNK)], iter(shares), []
+    seen: list[Tensor | None] = [None] * len(maps)
     for block in network.blocks:
+        seen = [block.look(x, before) for x, before in zip(maps, seen, strict=True)]
         if block.gate is not None:
-            logits = torch.cat([block.decide(x).logit for x in maps])
+            logits = torch.cat([block.decide(x, what).logit for x, what in zip(maps, seen, strict=True)])
             block.gate.opening.threshold.fill_(turn_for(logits, next(wanted)))
             reached.append((logits > block.gate.opening.threshold).float().mean().item())
-        maps = [block(x)[0] for x in maps]
+        maps = [block(x, what)[0] for x, what in zip(maps, seen, strict=True)]
     network.train(was_training)
     return reached
 

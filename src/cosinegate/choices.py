@@ -37,6 +37,13 @@ class Measure(Enum):
     norm_ratio = "norm_ratio"  # |r| / |s|
 
 
+class Look(Enum):
+    """Where a gate that decides before F takes its statistics."""
+
+    block = "block"  # of the block's own input
+    stage = "stage"  # of the input of its stage's first gated block: one look decides for several blocks
+
+
 class Calibration(Enum):
     """What turns a logit into an open gate."""
 

@@ -11,6 +11,7 @@ from cosinegate.choices import (
     Calibration,
     Dataset,
     GateKind,
+    Look,
     Measure,
     Polarity,
     Sharing,
@@ -70,6 +71,7 @@ class RelaxationConfig:
 
 @dataclass
 class PredictorConfig:
+    look: Look = MISSING
     hidden: int = MISSING
     switch_epoch: float = MISSING  # before it, training decides by the exact measure
 

@@ -22,7 +22,7 @@ from cosinegate.config import require_positive
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import routed_otherwise, specialise
-from cosinegate.deploy.trained import Trained, load_trained
+from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
 from cosinegate.deploy.weights import described, write_weights
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
@@ -40,7 +40,7 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     if not 0 <= asked.tolerance < 0.5:
         raise UserError(f"tolerance = {asked.tolerance}: must be at least 0 and below 0.5")
     trained = load_trained(asked.run, asked.checkpoint.name, asked.root, asked.data_folder)
-    folder = Path(asked.folder) if asked.folder is not None else _beside(trained.path)
+    folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "export"
     if folder.exists() and not (folder / "card.json").is_file():
         raise UserError(f"folder = {folder}: is there and is no export; choose another")
     held_out = trained.held_out()
@@ -60,11 +60,6 @@ def export(asked: ExportConfig) -> dict[str, Any]:
         Path(made).mkdir()  # what the context takes away
     folder.chmod(0o755)
     return card | {"folder": str(folder)}
-
-
-def _beside(checkpoint: Path) -> Path:
-    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
-    return run / "export"
 
 
 def _write(

@@ -23,12 +23,9 @@ class GateHead(nn.Module):
         self.w2 = nn.Linear(hidden, 1)
         self.register_buffer("turn", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B,) bool."""
-        return self.logit(x) > self.turn
-
-    def logit(self, x: Tensor) -> Tensor:
-        return self.w2(torch.relu(self.w1(geometry.pooled_statistics(x)))).squeeze(1)
+    def forward(self, seen: Tensor) -> Tensor:
+        """(B, 1) bool of the statistics (B, 3C)."""
+        return self.w2(torch.relu(self.w1(seen))) > self.turn
 
 
 class FoldedBlock(nn.Module):
@@ -39,6 +36,7 @@ class FoldedBlock(nn.Module):
         self.conv1, self.conv2, self.shortcut = conv1, conv2, shortcut
         self.post_activation = post_activation
         self.head: GateHead | None = None
+        self.looks = False  # whether the statistics of its input are what its head, and later ones, are shown
         self.removed = False  # F is gone: every sample takes the identity path
 
     def identity(self, x: Tensor) -> Tensor:
@@ -61,14 +59,16 @@ class FoldedNetwork(nn.Module):
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
 
     def forward(self, images: Tensor) -> Tensor:
-        x = torch.relu(self.stem(images))
+        x, seen = torch.relu(self.stem(images)), None
         for block in self.blocks:
+            if block.looks:
+                seen = geometry.pooled_statistics(x)
             if block.removed:
                 x = block.identity(x)
             elif block.head is None:
                 x = block.full(x)
             else:
-                x = torch.where(block.head(x)[:, None, None, None], block.full(x), block.identity(x))
+                x = torch.where(block.head(seen)[:, :, None, None], block.full(x), block.identity(x))
         return self.head(geometry.global_average_pool(x))
 
 
@@ -87,7 +87,7 @@ def folded(network: ResNet) -> FoldedNetwork:
                     "its gates look at F(x) before they decide, so nothing can be skipped; "
                     "train with gate=predictive (gate.signal=predicted)"
                 )
-            plain.head = _head(block.gate)
+            plain.head, plain.looks = _head(block.gate), block.looks
         blocks.append(plain)
     conv, bn, _ = network.stem
     made = FoldedNetwork(fuse_conv_bn_eval(conv, bn), blocks, network.head)

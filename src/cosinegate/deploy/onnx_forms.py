@@ -5,6 +5,7 @@ NonZero, Gather and Scatter select the open ones. `dense` is the same network wi
 """
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
@@ -16,8 +17,9 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork, GateHead
+from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
 from cosinegate.files import replacing
+from cosinegate.networks.block import PadShortcut
 
 
 class OnnxForm(nn.Module):
@@ -25,18 +27,23 @@ class OnnxForm(nn.Module):
 
     def __init__(self, network: FoldedNetwork) -> None:
         super().__init__()
-        self.network = network
+        self.network = copy.deepcopy(network)
+        for block in self.network.blocks:
+            if isinstance(block.shortcut, PadShortcut):
+                block.shortcut = as_convolution(block.shortcut, block.conv1.in_channels)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x = torch.relu(self.network.stem(images))
+        x, seen = torch.relu(self.network.stem(images)), None
         gates = []
         for block in self.network.blocks:
+            if block.looks:
+                seen = _statistics(x)
             if block.removed:
                 x = block.identity(x)
             elif block.head is None:
                 x = block.full(x)
             else:
-                is_open = _logit(block.head, x) > block.head.turn
+                is_open = block.head(seen)
                 gates.append(is_open)
                 x = self.route(block, is_open, x)
         scores = self.network.head(x.mean((2, 3)))
@@ -57,11 +64,18 @@ class BatchForm(OnnxForm):
         return block.identity(x).index_copy(0, computed, block.full(x[computed]))
 
 
-def _logit(head: GateHead, x: Tensor) -> Tensor:
-    """(B, 1): as `head.logit`, with reductions that onnxruntime has kernels for."""
+def as_convolution(pad: PadShortcut, channels: int) -> nn.Conv2d:
+    """The same copy of pixels as a 1x1 convolution, which onnxruntime fuses with the addition; slicing takes longer."""
+    conv = nn.Conv2d(channels, channels + pad.new_channels, 1, pad.stride, bias=False).requires_grad_(False)
+    conv.weight.zero_()[:channels, :, 0, 0] = torch.eye(channels)
+    return conv
+
+
+def _statistics(x: Tensor) -> Tensor:
+    """As `geometry.pooled_statistics`, with reductions that onnxruntime has kernels for."""
     mean = x.mean((2, 3))
     std = ((x * x).mean((2, 3)) - mean * mean).relu().sqrt()
-    return head.w2(torch.relu(head.w1(torch.cat((mean, std, x.amax((2, 3))), dim=1))))
+    return torch.cat((mean, std, x.amax((2, 3))), dim=1)
 
 
 def write_onnx(form: OnnxForm, path: Path, shape: tuple[int, int, int], one_image: bool) -> None:

@@ -1,9 +1,11 @@
 """The skipping runtime: F runs for the samples whose gate is open, and for no other.
 
-Where the time goes, and what is done about it: a batch is cut into micro-batches whose feature maps stay in cache, so
-that the gather and the scatter of open samples cost little; the convolution, the addition and the ReLU are one oneDNN
-call each; a closed sample's map is not touched at all, because the result is written into the maps of the batch.
+What is done for its time: the convolution, the addition and the ReLU are one oneDNN call, with weights laid out once; a
+batch is cut into micro-batches, so that what is gathered and scattered is still in cache; the result is written into
+the maps of the batch, so that a closed sample's map is not touched at all.
 """
+
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -12,88 +14,116 @@ from cosinegate import geometry
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
 from cosinegate.errors import UserError
 
-MICRO_BATCH = 16
+MICRO_BATCH = 32
+FUSES = torch.backends.mkldnn.is_available()  # elsewhere the same calls are made one after the other
 
 
-def conv(x: Tensor, layer: nn.Conv2d, relu: bool) -> Tensor:
-    """A convolution and its ReLU as one oneDNN call, the one that torch's own compiler makes of them."""
-    activation = "relu" if relu else "none"
-    return torch.ops.mkldnn._convolution_pointwise(
-        x, layer.weight, layer.bias, layer.padding, layer.stride, layer.dilation, 1, activation, [], ""
-    )
+class FusedConv:
+    """A convolution with what follows it, as torch's own compiler calls it: ReLU, and an addition before it."""
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        self.layer = layer
+        self.places = (layer.padding, layer.stride, layer.dilation, 1)
+        self.packed: dict[torch.Size, Tensor] = {}  # oneDNN's layout of the weights, by the size of a map
+
+    def weight(self, x: Tensor) -> Tensor:
+        """Laid out as oneDNN wants it for maps of this size, once."""
+        size = x.shape[2:]
+        if size not in self.packed:
+            self.packed[size] = torch.ops.mkldnn._reorder_convolution_weight(self.layer.weight, *self.places, x.shape)
+        return self.packed[size]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """ReLU(convolution)."""
+        if not FUSES:
+            return self.layer(x).relu_()
+        return torch.ops.mkldnn._convolution_pointwise(x, self.weight(x), self.layer.bias, *self.places, "relu", [], "")
+
+    def add_to(self, onto: Tensor, x: Tensor, relu: bool) -> Tensor:
+        """`onto` plus the convolution, and its ReLU, written over `onto`."""
+        if not FUSES:
+            y = onto.add_(self.layer(x))
+            return y.relu_() if relu else y
+        after = "relu" if relu else None
+        return torch.ops.mkldnn._convolution_pointwise_.binary(
+            onto, x, self.weight(x), self.layer.bias, *self.places, "add", None, after, [], ""
+        )
 
 
-def conv_add(x: Tensor, layer: nn.Conv2d, onto: Tensor, relu: bool) -> Tensor:
-    """ReLU(onto + convolution), written over `onto`."""
-    activation = "relu" if relu else None
-    return torch.ops.mkldnn._convolution_pointwise_.binary(
-        onto,
-        x,
-        layer.weight,
-        layer.bias,
-        layer.padding,
-        layer.stride,
-        layer.dilation,
-        1,
-        "add",
-        None,
-        activation,
-        [],
-        "",
-    )
+class RuntimeBlock:
+    """A folded block with its calls laid out."""
 
+    def __init__(self, block: FoldedBlock) -> None:
+        self.block = block
+        self.conv1, self.conv2 = FusedConv(block.conv1), FusedConv(block.conv2)
+        self.is_identity = isinstance(block.shortcut, nn.Identity)
 
-class SkippingNetwork:
-    """Class scores of images (B, C, H, W); `gates` is what the last call decided, (B, N) over the blocks."""
-
-    def __init__(self, network: FoldedNetwork, micro_batch: int = MICRO_BATCH) -> None:
-        self.network = network.eval().to(memory_format=torch.channels_last)
-        self.micro_batch = micro_batch
-        self.gates: Tensor | None = None
-
-    @torch.inference_mode()
-    def __call__(self, images: Tensor) -> Tensor:
-        self._check(images)
-        images = images.to(memory_format=torch.channels_last)
-        self.gates = torch.ones(len(images), len(self.network.blocks), dtype=torch.bool)
-        parts = [
-            self._run(images[start : start + self.micro_batch], self.gates[start : start + self.micro_batch])
-            for start in range(0, len(images), self.micro_batch)
-        ]
-        return torch.cat(parts) if parts else images.new_zeros(0, self.network.head.out_features)
-
-    def _run(self, images: Tensor, gates: Tensor) -> Tensor:
-        x = conv(images, self.network.stem, relu=True)
-        for place, block in enumerate(self.network.blocks):
-            x = self._block(block, x, gates[:, place])
-        return self.network.head(geometry.global_average_pool(x))
-
-    def _block(self, block: FoldedBlock, x: Tensor, gates: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, seen: Tensor | None, gates: Tensor) -> Tensor:
+        """Takes x away: its memory may hold the result. Writes what was decided into `gates`."""
+        block = self.block
         if block.removed:
             gates.fill_(False)
             return block.identity(x)
         if block.head is None:
-            return _full(block, x)
-        is_open = block.head(x)
+            return self.full(x)
+        is_open = block.head(seen).squeeze(1)
         gates.copy_(is_open)
-        number = int(is_open.sum())
-        if number == len(x):
-            return _full(block, x)
-        y = block.identity(x)
-        if number == 0:
-            return y
         computed = is_open.nonzero().squeeze(1)
-        some = x[computed]
-        return y.index_copy_(0, computed, _full(block, some))
+        if len(computed) == len(x):
+            return self.full(x)
+        y = block.identity(x)
+        if len(computed) == 0:
+            return y
+        some = self.full(_like_rows(_rows(x).index_select(0, computed), x))
+        _rows(y).index_copy_(0, computed, _rows(some))
+        return y
 
-    def _check(self, images: Tensor) -> None:
+    def full(self, x: Tensor) -> Tensor:
+        onto = x if self.is_identity else self.block.shortcut(x).contiguous(memory_format=torch.channels_last)
+        return self.conv2.add_to(onto, self.conv1(x), self.block.post_activation)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, C, H, W) in channels_last as (B, H·W·C): a sample is a row, and rows are copied three times as fast."""
+    return x.permute(0, 2, 3, 1).view(len(x), -1)
+
+
+def _like_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """The way back."""
+    _, channels, height, width = like.shape
+    return rows.view(-1, height, width, channels).permute(0, 3, 1, 2)
+
+
+class SkippingNetwork:
+    """Class scores of images (B, C, H, W); `gates` is what the last call decided, (B, N) over the blocks.
+
+    With `workers` the micro-batches are shared out to that many threads, each of which computes alone: no two threads
+    wait for one another at every layer.
+    """
+
+    def __init__(self, network: FoldedNetwork, micro_batch: int = MICRO_BATCH, workers: int = 0) -> None:
+        self.network = network.eval().to(memory_format=torch.channels_last)
+        self.stem, self.blocks = FusedConv(network.stem), [RuntimeBlock(block) for block in network.blocks]
+        self.micro_batch = micro_batch
+        self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) if workers else None
+        self.gates: Tensor | None = None
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Tensor:
         channels = self.network.stem.in_channels
         if images.dim() != 4 or images.shape[1] != channels:
             raise UserError(f"images have shape {tuple(images.shape)}: must be (batch, {channels}, height, width)")
+        self.gates = torch.ones(len(images), len(self.blocks), dtype=torch.bool)
+        if len(images) == 0:
+            return images.new_zeros(0, self.network.head.out_features)
+        parts = images.split(self.micro_batch), self.gates.split(self.micro_batch)
+        return torch.cat(list((self.pool.map if self.pool else map)(self._run, *parts)))
 
-
-def _full(block: FoldedBlock, x: Tensor) -> Tensor:
-    """relu(s(x) + F(x)); an identity path is written over, for nothing looks at it again."""
-    inner = conv(x, block.conv1, relu=True)
-    onto = block.shortcut(x).contiguous(memory_format=torch.channels_last)
-    return conv_add(inner, block.conv2, onto, block.post_activation)
+    @torch.inference_mode()
+    def _run(self, images: Tensor, gates: Tensor) -> Tensor:
+        x, seen = self.stem(images.contiguous(memory_format=torch.channels_last)), None
+        for place, block in enumerate(self.blocks):
+            if block.block.looks:
+                seen = geometry.pooled_statistics(x)
+            x = block(x, seen, gates[:, place])
+        return self.network.head(geometry.global_average_pool(x))

@@ -28,7 +28,17 @@ def specialise(network: FoldedNetwork, images: Tensor, tolerance: float) -> tupl
         elif share >= 1 - tolerance:
             block.head = None
             changes.append({"block": place, "done": "always computed", "otherwise": 1 - share})
+    _stop_looking(made)
     return made, changes
+
+
+def _stop_looking(network: FoldedNetwork) -> None:
+    """Where no head is left to be shown the statistics, none are taken."""
+    wanted = False
+    for block in reversed(network.blocks):
+        wanted = wanted or block.head is not None
+        if block.looks:
+            block.looks, wanted = wanted, False
 
 
 def routed_otherwise(before: Tensor, after: Tensor) -> float:

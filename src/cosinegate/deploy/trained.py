@@ -39,32 +39,39 @@ class Trained:
 
     def calibrate(self, budget: float, images: Tensor) -> list[float]:
         """Moves the thresholds so that the mean gate over all blocks is `budget` on these images; gives the shares."""
-        shares = self._shares(budget)
+        self.check_budget(budget)
+        plan = self._plan
+        shares = plan.shares(budget)
         for place, gate in enumerate(self._gates):
             if not isinstance(gate.opening, Quantile):
-                gate.opening = Quantile(self._plain_budget, place, temperature=1.0).eval()
+                gate.opening = Quantile(plan, place, temperature=1.0).eval()
         reached = calibrate(self.eager, shares, images)
         self.folded = folded(self.eager)
         return reached
 
-    def _shares(self, budget: float) -> list[float]:
-        """What the trained network gives each gated block at this budget; the same to all where it learned none."""
-        first = self._gates[0].opening
-        plan = first.budget if isinstance(first, Quantile) else self._plain_budget
-        least = plan.free / (plan.free + sum(plan.costs))
+    def check_budget(self, budget: float) -> None:
+        least = self._plan.free / (self._plan.free + sum(self._plan.costs))
         if not least <= budget <= 1:
             free = f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)}"
             raise UserError(f"budget = {budget}: must lie from {least:.3f} to 1, for {free} blocks have no gate")
-        return plan.shares(budget)
 
     @property
-    def _plain_budget(self) -> Budget:
+    def _plan(self) -> Budget:
+        """How the trained network shares a budget out; to all blocks alike where it learned nothing of it."""
+        first = self._gates[0].opening
+        if isinstance(first, Quantile):
+            return first.budget
         gated, blocks = len(self._gates), len(self.eager.blocks)
         return Budget(1.0, torch.ones(gated) / blocks, 1 - gated / blocks, Sharing.block, 0.0, 1.0)
 
     @property
     def _gates(self) -> list[PredictiveGate]:
         return [block.gate for block in self.eager.blocks if block.gate is not None]
+
+
+def run_folder_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to, or the checkpoint's own."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def load_trained(run: str, checkpoint: str, root: str | None = None, folder: str | None = None) -> Trained:

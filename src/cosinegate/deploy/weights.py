@@ -32,6 +32,7 @@ def described(network: FoldedNetwork) -> dict[str, Any]:
                 "shortcut": _kind(block.shortcut),
                 "post_activation": block.post_activation,
                 "gate": None if block.head is None else list(block.head.w1.weight.shape),
+                "looks": block.looks,
                 "removed": block.removed,
             }
             for block in network.blocks
@@ -73,7 +74,14 @@ def _kind(shortcut: nn.Module) -> str:
 
 
 def _block(
-    inputs: int, outputs: int, stride: int, shortcut: str, post_activation: bool, gate: list[int] | None, removed: bool
+    inputs: int,
+    outputs: int,
+    stride: int,
+    shortcut: str,
+    post_activation: bool,
+    gate: list[int] | None,
+    looks: bool,
+    removed: bool,
 ) -> FoldedBlock:
     paths = {
         "identity": nn.Identity,
@@ -83,5 +91,5 @@ def _block(
     conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1)
     block = FoldedBlock(conv1, nn.Conv2d(outputs, outputs, 3, padding=1), paths[shortcut](), post_activation)
     block.head = None if gate is None else GateHead(features=gate[1], hidden=gate[0])
-    block.removed = removed
+    block.looks, block.removed = looks, removed
     return block

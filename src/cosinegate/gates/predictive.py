@@ -38,16 +38,16 @@ class PredictiveGate(CosineGate):
         self.predictor = predictor
         self.by_exact = False  # in training only, until the switch-over epoch: decide by the exact measure
 
-    def decide(self, x: Tensor) -> Decision:
-        """Without F: what evaluation and deployment do."""
-        predicted, offset = self._look(x)
+    def decide(self, seen: Tensor) -> Decision:
+        """Without F: what evaluation and deployment do. `seen` is the pooled statistics (B, 3C)."""
+        predicted, offset = self._look(seen)
         logit = self.gamma * (predicted + offset)
         unknown = torch.full_like(predicted, torch.nan)
         return Decision(self.opening(logit).gate, logit, predicted, unknown, unknown)
 
-    def forward(self, x: Tensor, dots: Dots) -> Decision:
+    def forward(self, seen: Tensor, dots: Dots) -> Decision:
         """With F, which training runs for every sample."""
-        predicted, offset = self._look(x)
+        predicted, offset = self._look(seen)
         exact = geometry.measured(self.measure, dots).detach()
         used = exact if self.by_exact else predicted.detach()
         logit = self.gamma * (used + offset)
@@ -56,7 +56,6 @@ class PredictiveGate(CosineGate):
         agrees = (by_predicted == by_exact).to(logit.dtype)
         return Decision(gate, logit, predicted, exact, agrees)
 
-    def _look(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        pooled = geometry.pooled_statistics(x.detach())
-        predicted = self.predictor(pooled)
-        return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(pooled)
+    def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        predicted = self.predictor(seen)
+        return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)

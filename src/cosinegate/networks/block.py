@@ -54,6 +54,7 @@ class ResidualBlock(nn.Module):
         shortcut: Shortcut,
         post_activation: bool,
         gate: nn.Module | None,
+        looks: bool,
         consistency: bool,
     ) -> None:
         super().__init__()
@@ -67,32 +68,38 @@ class ResidualBlock(nn.Module):
         )
         self.activation = nn.ReLU(inplace=True) if post_activation else nn.Identity()
         self.gate = gate
+        self.looks = looks  # whether its gate decides by statistics of this block's input, or by those seen before
         self.consistency = consistency  # whether the consistency term teaches s and F
 
-    def forward(self, x: Tensor) -> tuple[Tensor, BlockRouting | None]:
+    def look(self, x: Tensor, seen: Tensor | None) -> Tensor | None:
+        """What its gate is shown: the statistics of x, or what an earlier block of the stage saw. A constant."""
+        return geometry.pooled_statistics(x.detach()) if self.looks else seen
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, BlockRouting | None]:
+        """`seen` is what `look` gave."""
         s = self.shortcut(x)
         if self.gate is None:
             return self.activation(s + self.residual(x)), None
         if self.gate.decides_first and not self.training:
-            return self._skipping(s, x)
+            return self._skipping(s, x, seen)
         r = self.residual(x)
         if self.gate.decides_first and not self.consistency:
             dots = geometry.constant_dot_products(s, r)
         else:
             s, r, dots = geometry.dot_products(s, r)
-        decision = self.gate(x, dots)
+        decision = self.gate(seen if self.gate.decides_first else x, dots)
         y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
         return self.activation(y), BlockRouting(decision, dots)
 
-    def decide(self, x: Tensor) -> Decision:
+    def decide(self, x: Tensor, seen: Tensor | None) -> Decision:
         """What the gate decides, without the rest."""
         if self.gate.decides_first:
-            return self.gate.decide(x)
+            return self.gate.decide(seen)
         return self.gate(x, geometry.constant_dot_products(self.shortcut(x), self.residual(x)))
 
-    def _skipping(self, s: Tensor, x: Tensor) -> tuple[Tensor, BlockRouting]:
+    def _skipping(self, s: Tensor, x: Tensor, seen: Tensor) -> tuple[Tensor, BlockRouting]:
         """F runs for the samples whose gate is open, and for no other."""
-        decision = self.gate.decide(x)
+        decision = self.gate.decide(seen)
         computed = decision.gate.nonzero().squeeze(1)
         if len(computed) == len(x):
             y = s + self.residual(x)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cosinegate.choices import Shortcut
+from cosinegate.choices import Look, Shortcut
 from cosinegate.gates import Decision
 from cosinegate.geometry import Dots, consistency, global_average_pool
 from cosinegate.networks.block import BlockRouting, ResidualBlock
@@ -31,8 +31,9 @@ class Output(NamedTuple):
 
 
 class ResNet(nn.Module):
-    """`make_gate(channels, is_first)` makes the gate of a block by its input's channels and whether it is the first of
-    its stage, or None. `consistency` says whether that term is trained, `detach_target` how.
+    """`make_gate(channels, is_first)` makes the gate of a block by the channels that it is shown and whether it is
+    the first of its stage, or None. `look` says where gates that decide first take their statistics, `consistency`
+    whether that term is trained and `detach_target` how.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ResNet(nn.Module):
         shortcut: Shortcut,
         post_activation: bool,
         make_gate: Callable[[int, bool], nn.Module | None],
+        look: Look,
         consistency: bool,
         detach_target: bool,
     ) -> None:
@@ -54,11 +56,17 @@ class ResNet(nn.Module):
         blocks = []
         inputs = width
         for stage, number in enumerate(blocks_per_stage):
+            seen = 0  # channels of what a gate of this stage has looked at
             for index in range(number):
                 outputs = width * 2**stage
                 stride = 2 if stage > 0 and index == 0 else 1
-                gate = make_gate(inputs, index == 0)
-                blocks.append(ResidualBlock(inputs, outputs, stride, shortcut, post_activation, gate, consistency))
+                shares = look is Look.stage and seen > 0
+                gate = make_gate(seen if shares else inputs, index == 0)
+                looks = gate is not None and gate.decides_first and not shares
+                seen = inputs if looks else seen
+                blocks.append(
+                    ResidualBlock(inputs, outputs, stride, shortcut, post_activation, gate, looks, consistency)
+                )
                 inputs = outputs
         self.blocks = nn.ModuleList(blocks)
         self.detach_target = detach_target
@@ -69,9 +77,10 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Output:
         x = self.stem(x)
-        taken = []
+        taken, seen = [], None
         for block in self.blocks:
-            x, routing = block(x)
+            seen = block.look(x, seen)
+            x, routing = block(x, seen)
             taken.append(routing)
         logits = self.head(global_average_pool(x))
         return Output(logits, self._routing(taken, logits) if any(taken) else None)

@@ -1,0 +1,103 @@
+"""One checkpoint at many budgets: thresholds from held-out images, accuracy and executed FLOPs from the test set."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+
+from cosinegate import console
+from cosinegate.commands import CalibrateConfig
+from cosinegate.config import require_positive
+from cosinegate.deploy.flops import dense_flops, forward_flops
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.trained import load_trained, run_folder_of
+from cosinegate.errors import UserError
+from cosinegate.files import replacing, write_atomically
+from cosinegate.routing import DYNAMIC
+
+
+def frontier(asked: CalibrateConfig) -> dict[str, Any]:
+    """A point a budget, written to `frontier.json` and `figures/frontier.png` of the run."""
+    require_positive(asked, "threads", "images")
+    if not asked.budgets:
+        raise UserError("budgets = []: give at least one mean gate, as in budgets=[0.6,0.7]")
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    trained = load_trained(asked.run, asked.checkpoint.name, asked.root, asked.data_folder)
+    for budget in asked.budgets:
+        trained.check_budget(budget)
+    held_out = trained.held_out()
+    images, labels = trained.data.whole_images("test", asked.images)
+    dense = dense_flops(trained.eager, trained.data.image_set.shape)
+    console.say(f"calibrating on {len(held_out)} {trained.held_out_words}; measuring on {len(images)} test images")
+    points = []
+    for budget in sorted(asked.budgets):
+        trained.calibrate(budget, held_out)
+        runtime = SkippingNetwork(trained.folded)
+        scores = runtime(images)
+        opened = runtime.gates.float().mean(0)
+        flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
+        points.append(
+            {
+                "budget": budget,
+                "accuracy": (scores.argmax(1) == labels).float().mean().item(),
+                "counted": opened.mean().item(),
+                "executed": flops / (len(images) * dense),
+                "dynamic_blocks": int(((opened >= DYNAMIC[0]) & (opened <= DYNAMIC[1])).sum()),
+                "paths": len(torch.unique(runtime.gates, dim=0)),
+                "open": opened.tolist(),
+            }
+        )
+    found = {
+        "checkpoint": str(trained.path),
+        "calibrated_on": f"{len(held_out)} {trained.held_out_words}",
+        "test_images": len(images),
+        "points": points,
+    }
+    folder = run_folder_of(trained.path)
+    write_atomically(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
+    found["figure"] = str(_draw(points, trained.config.name, folder / "figures" / "frontier.png"))
+    return found
+
+
+def _draw(points: list[dict[str, Any]], name: str, path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    executed, accuracy = ([point[key] for point in points] for key in ("executed", "accuracy"))
+    axes.plot(executed, [100 * value for value in accuracy], "o-", color="tab:blue")
+    for point in points:
+        axes.annotate(
+            f"{point['budget']:g}",
+            (point["executed"], 100 * point["accuracy"]),
+            textcoords="offset points",
+            xytext=(0, 6),
+            ha="center",
+            fontsize=8,
+        )
+    axes.set(xlabel="FLOPs executed (dense network = 1)", ylabel="test accuracy (%)")
+    axes.set_title(f"{name}: one checkpoint, thresholds calibrated to each budget", fontsize=10)
+    axes.grid(alpha=0.3)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    plt.close(figure)
+    return path
+
+
+def show(found: dict[str, Any]) -> None:
+    rows = [
+        (
+            f"{point['budget']:g}",
+            console.percent(point["accuracy"]),
+            f"{point['counted']:.3f}",
+            f"{point['executed']:.3f}",
+            str(point["dynamic_blocks"]),
+            str(point["paths"]),
+            console.bars(point["open"]),
+        )
+        for point in found["points"]
+    ]
+    columns = ("budget", "accuracy", "counted", "executed", "dynamic", "paths", "open by block")
+    console.show_table(f"{found['checkpoint']}, calibrated on {found['calibrated_on']}", columns, rows)
+    console.say(f"figure  {found['figure']}")
