@@ -1,0 +1,322 @@
+"""Times the deployed forms of a run against the dense network in its fastest form, in one process, taking turns."""
+
+import functools
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosinegate import console
+from cosinegate.commands import BenchmarkConfig
+from cosinegate.config import require_positive
+from cosinegate.deploy.export import CALIBRATION_IMAGES, write_int8
+from cosinegate.deploy.flops import dense_flops, forward_flops
+from cosinegate.deploy.folded import FoldedNetwork, without_gates
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
+from cosinegate.errors import UserError
+from cosinegate.files import replacing, write_atomically
+from cosinegate.record import provenance, read_record, write_record
+
+MICRO_BATCHES = (32, 64, 128)
+ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs
+MANY = 64
+LATENCY_BATCH = 1  # what `latency_ms` of the record is measured at
+
+
+@dataclass
+class Row:
+    """One model at one batch size, in the fastest of its ways to run."""
+
+    model: str
+    engine: str  # torch or onnxruntime
+    batch: int
+    way: str
+    ms_per_image: float
+    spread: float  # the middle half of the rounds, as a share of the median
+    counted: float
+    executed: float
+    time_ratio: float  # to the dense network on the same engine
+    to_fastest: float  # to the fastest dense network of any engine
+    bar: float | None
+    met: bool | None
+
+
+Run = Callable[[Tensor], Any]
+
+
+def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
+    """Written to `benchmark.json`, `benchmark.md` and `benchmark.png`; latency goes into the run's record."""
+    require_positive(asked, "threads", "rounds", "images")
+    if not asked.batches or min(asked.batches) < 1:
+        raise UserError(f"batches = {list(asked.batches)}: must be numbers of images, each at least 1")
+    torch.set_num_threads(asked.threads)
+    trained = load_trained(asked.run, asked.checkpoint.name, asked.root, asked.data_folder)
+    folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "benchmark"
+    held_out = trained.held_out()
+    if asked.budget is not None:
+        trained.calibrate(asked.budget, held_out)
+    images, labels = trained.data.whole_images("test", asked.images)
+    if len(images) < max(asked.batches):
+        raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
+    console.say(f"counting FLOPs and accuracy on {len(images)} test images")
+    flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
+    executed = flops / (len(images) * dense_flops(trained.eager, trained.data.image_set.shape))
+    runtime = SkippingNetwork(trained.folded)
+    accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
+    counted = runtime.gates.float().mean().item()
+    with tempfile.TemporaryDirectory() as scratch:
+        ways = Ways(trained.folded, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads)
+        rows = []
+        for batch in sorted(set(asked.batches)):
+            console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
+            rows += _rows(ways.at(batch), batch, images, asked.rounds, counted, executed)
+    found = {
+        "run": str(run_folder_of(trained.path)),
+        "data": trained.config.data.name.name,
+        "threads": asked.threads,
+        "budget": asked.budget,
+        "accuracy": accuracy,
+        "counted": counted,
+        "executed": executed,
+        "rows": [asdict(row) for row in rows],
+        "provenance": provenance(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "benchmark.json", json.dumps(found, indent=2) + "\n")
+    write_atomically(folder / "benchmark.md", as_markdown(found))
+    _draw(found, folder / "benchmark.png")
+    if asked.budget is None:
+        _into_record(trained, rows)
+    return found | {"folder": str(folder)}
+
+
+class Ways:
+    """Every model, with the ways in which it can be run at a batch size."""
+
+    def __init__(self, network: FoldedNetwork, images: Tensor, held_out: Tensor, scratch: Path, threads: int) -> None:
+        self.network, self.dense, self.threads, self.images = network, without_gates(network), threads, images
+        shape = tuple(images.shape[1:])
+        console.say("exporting to ONNX")
+        write_onnx(BatchForm(self.dense), scratch / "dense.onnx", shape, one_image=False)
+        write_onnx(BranchForm(self.dense), scratch / "dense_one.onnx", shape, one_image=True)
+        write_onnx(BranchForm(network), scratch / "branch.onnx", shape, one_image=True)
+        write_onnx(BatchForm(network), scratch / "batch.onnx", shape, one_image=False)
+        write_int8(scratch / "batch.onnx", scratch / "int8.onnx", held_out[:CALIBRATION_IMAGES])
+        write_int8(scratch / "dense.onnx", scratch / "dense_int8.onnx", held_out[:CALIBRATION_IMAGES])
+        self.sessions = {
+            (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
+        }
+        self.pool = ThreadPoolExecutor(threads)
+
+    def at(self, batch: int) -> dict[tuple[str, str], dict[str, Run]]:
+        """By (model, engine), by the way's name."""
+        return {
+            ("dense", "torch"): self._torch(self.dense, batch) | _compiled(self.dense, self.images[:batch]),
+            ("skipping", "torch"): self._torch(self.network, batch),
+            ("dense", "onnxruntime"): self._onnx("dense", batch) | self._one_by_one("dense_one", batch),
+            ("skipping", "onnxruntime"): self._onnx("batch", batch) | self._one_by_one("branch", batch),
+            ("dense int8", "onnxruntime int8"): self._onnx("dense_int8", batch),
+            ("skipping int8", "onnxruntime int8"): self._onnx("int8", batch),
+        }
+
+    def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
+        ways: dict[str, Run] = {"whole": SkippingNetwork(network, batch)}
+        for size in MICRO_BATCHES:
+            if self.threads > 1 and size * 2 <= batch:
+                ways[f"{size} a thread"] = SkippingNetwork(network, size, self.threads)
+            elif size < batch:
+                ways[f"by {size}"] = SkippingNetwork(network, size)
+        return ways
+
+    def _onnx(self, name: str, batch: int) -> dict[str, Run]:
+        whole = self.sessions[name, self.threads]
+        return {"whole": lambda images: whole.run(None, {"images": images.numpy()})}
+
+    def _one_by_one(self, name: str, batch: int) -> dict[str, Run]:
+        """An image at a time; several threads take images in turn, each computing alone."""
+        together, alone = self.sessions[name, self.threads], self.sessions[name, 1]
+        if batch == 1:
+            return {"one image": lambda images: together.run(None, {"images": images.numpy()})}
+
+        def run(images: Tensor) -> list[Any]:
+            array = images.numpy()
+            places = [range(start, len(array), self.threads) for start in range(self.threads)]
+            return list(self.pool.map(functools.partial(_each, alone, array), places))
+
+        return {"image by image": run}
+
+
+def _each(model: Any, images: np.ndarray, places: range) -> None:
+    for place in places:
+        model.run(None, {"images": images[place : place + 1]})
+
+
+def _compiled(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
+    """torch.compile's form for one batch size, where there is a compiler for it and it succeeds."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return {}
+    import torch._inductor.config as inductor
+
+    torch._dynamo.reset()
+    compiled = torch.compile(network, dynamic=False)
+
+    def run(part: Tensor) -> Tensor:
+        with torch.inference_mode(), inductor.patch(freezing=True):
+            return compiled(part)
+
+    try:
+        run(images)
+    except Exception as error:
+        console.say(f"torch.compile failed and is left out: {' '.join(str(error).split())[:120]}")
+        return {}
+    return {"compiled": run}
+
+
+def _rows(
+    ways: dict[tuple[str, str], dict[str, Run]],
+    batch: int,
+    images: Tensor,
+    rounds: int,
+    counted: float,
+    executed: float,
+) -> list[Row]:
+    """Every round takes other images, the same for all models."""
+    times: dict[tuple[str, str, str], list[float]] = {
+        (*model, way): [] for model, by_way in ways.items() for way in by_way
+    }
+    for number in range(-2, rounds):  # the first two warm up
+        start = (max(number, 0) * batch) % (len(images) - batch + 1)
+        rows = images[start : start + batch]
+        layouts = {"torch": rows.contiguous(memory_format=torch.channels_last), "onnx": rows.contiguous()}
+        for model, by_way in ways.items():
+            for way, run in by_way.items():
+                part = layouts["torch" if model[1] == "torch" else "onnx"]
+                begin = time.perf_counter()
+                run(part)
+                if number >= 0:
+                    times[*model, way].append((time.perf_counter() - begin) * 1000 / batch)
+    best: dict[tuple[str, str], tuple[str, list[float]]] = {}
+    for (model, engine, way), found in times.items():
+        if (model, engine) not in best or statistics.median(found) < statistics.median(best[model, engine][1]):
+            best[model, engine] = way, found
+    medians = {key: statistics.median(found) for key, (_, found) in best.items()}
+    fastest = min(value for (model, _), value in medians.items() if model == "dense")
+    made = []
+    for (model, engine), (way, found) in best.items():
+        skips = model.startswith("skipping")
+        ratio = medians[model, engine] / medians[model.replace("skipping", "dense"), engine]
+        bar = _bar(engine, batch, executed) if skips else None
+        low, high = np.percentile(found, [25, 75])
+        made.append(
+            Row(
+                model,
+                engine,
+                batch,
+                way,
+                medians[model, engine],
+                float((high - low) / medians[model, engine]),
+                counted if skips else 1.0,
+                executed if skips else 1.0,
+                ratio,
+                medians[model, engine] / fastest,
+                bar,
+                None if bar is None else ratio <= bar,
+            )
+        )
+    return made
+
+
+def _bar(engine: str, batch: int, executed: float) -> float | None:
+    if batch >= MANY and "int8" not in engine:
+        return executed + ALLOWED["many"]
+    return executed + ALLOWED["one"] if batch == 1 and engine == "onnxruntime" else None
+
+
+def _into_record(trained: Trained, rows: list[Row]) -> None:
+    """`latency_ms`: the fastest skipping form at batch 1, beside the fastest dense one in the same minutes."""
+    folder = run_folder_of(trained.path)
+    record = read_record(folder)
+    at_one = [row for row in rows if row.batch == LATENCY_BATCH]
+    if record is None or not at_one:
+        return
+    skipping, dense = (min(row.ms_per_image for row in at_one if row.model == model) for model in ("skipping", "dense"))
+    write_record(folder, record | {"latency_ms": skipping, "latency_dense_ms": dense, "latency_batch": LATENCY_BATCH})
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    lines = [
+        f"# {found['run']} on {found['data']}, {found['threads']} thread(s)",
+        "",
+        f"Test accuracy {100 * found['accuracy']:.2f}%. "
+        "Time ratios are to the dense network on the same engine, medians of models that took turns in one process; "
+        "`spread` is the middle half of the rounds. "
+        "`bar` is the executed FLOPs plus what is allowed for gates, gather and scatter.",
+        "",
+        "| batch | engine | model | way | FLOPs counted | FLOPs executed | time ratio | bar | ms an image | spread | "
+        "to fastest dense |",
+        "|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        bar = "" if row["bar"] is None else f"{row['bar']:.3f} {'met' if row['met'] else 'missed'}"
+        lines.append(
+            f"| {row['batch']} | {row['engine']} | {row['model']} | {row['way']} | {row['counted']:.3f} | "
+            f"{row['executed']:.3f} | {row['time_ratio']:.3f} | {bar} | {row['ms_per_image']:.3f} | "
+            f"{row['spread']:.2f} | {row['to_fastest']:.3f} |"
+        )
+    return "\n".join([*lines, "", f"Command: `python {found['provenance']['command']}`", ""])
+
+
+def _draw(found: dict[str, Any], path: Path) -> None:
+    rows = [row for row in found["rows"] if row["model"].startswith("skipping")]
+    batches, engines = (sorted({row[key] for row in rows}, key=str) for key in ("batch", "engine"))
+    batches = sorted(batches)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    width = 0.8 / len(engines)
+    for place, engine in enumerate(engines):
+        ratios = [next(r["time_ratio"] for r in rows if r["engine"] == engine and r["batch"] == b) for b in batches]
+        positions = [i - 0.4 + width * (place + 0.5) for i in range(len(batches))]
+        bars = axes.bar(positions, ratios, width * 0.95, label=f"time, {engine}")
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.axhline(found["counted"], color="tab:gray", linestyle=":", label=f"FLOPs counted {found['counted']:.2f}")
+    axes.axhline(found["executed"], color="black", linestyle="--", label=f"FLOPs executed {found['executed']:.2f}")
+    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set(xlabel="images in a batch", ylabel="of the dense network, same engine", ylim=(0, None))
+    axes.set_title(f"Time of the skipping forms, {found['threads']} thread(s)", fontsize=10)
+    axes.legend(fontsize=8, loc="lower right")
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    plt.close(figure)
+
+
+def show(found: dict[str, Any]) -> None:
+    rows = [
+        (
+            str(row["batch"]),
+            row["engine"],
+            row["model"],
+            row["way"],
+            f"{row['counted']:.3f}",
+            f"{row['executed']:.3f}",
+            f"{row['time_ratio']:.3f}",
+            "" if row["bar"] is None else f"{row['bar']:.3f} {'met' if row['met'] else 'missed'}",
+            f"{row['ms_per_image']:.3f}",
+        )
+        for row in found["rows"]
+    ]
+    columns = ("batch", "engine", "model", "way", "counted", "executed", "time ratio", "bar", "ms/image")
+    console.show_table(f"{found['run']}, accuracy {console.percent(found['accuracy'])}", columns, rows)
+    console.say(f"written to {found['folder']}")
