@@ -94,7 +94,7 @@ class Quantile(nn.Module):
         turn = torch.quantile(logits, 1 - share)
         scale = self.temperature * logits.std(correction=0).clamp_min(1e-6)
         soft = torch.sigmoid((logit - turn) / scale)
-        z = (logit > turn).to(logit.dtype) + soft - soft.detach()
+        z = (logit > turn).to(logit.dtype) + (soft - soft.detach())  # exactly 0 or 1
         if self.budget.worth is not None:
             near = soft.detach() * (1 - soft.detach())  # the samples near the threshold speak for the block
             of_all = torch.sigmoid((logits - turn) / scale)
