@@ -123,6 +123,9 @@ def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
         config = OmegaConf.merge(OmegaConf.structured(Config), stored["hyper_parameters"])
     except OmegaConfBaseException as error:
         raise UserError(f"{path} was written by another version: {first_line(error)}") from error
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"{path} was written by another version: it has no {missing[0]}")
     validate(config)
     module = build_module(config)
     try:

@@ -1,0 +1,200 @@
+"""Export, calibrate and benchmark through their real command lines."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_one_line, config, process
+
+from cosinegate.deploy.benchmark import benchmark
+from cosinegate.deploy.export import export
+from cosinegate.deploy.frontier import frontier
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.trained import load_trained
+from cosinegate.deploy.weights import read_exported
+from cosinegate.errors import UserError
+from cosinegate.record import read_record
+from cosinegate.run import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    chosen = config("+experiment=digits_predictive", "threads=1", f"runs_dir={tmp_path_factory.mktemp('runs')}")
+    train(chosen)
+    return Path(chosen.run_dir)
+
+
+def test_the_trained_run_routes_by_input_and_executes_less(run):
+    record = read_record(run)
+    assert record["dynamic_blocks"] == 3
+    assert record["paths"] > 2
+    assert record["mean_gate"] == pytest.approx(0.75, abs=0.05)
+    assert record["flops"]["executed"] < 0.8
+    assert record["accuracy"]["test"] > 0.9
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    done = process("src/export.py", f"run={run}", "checkpoint=last", "threads=1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout, run / "export"
+
+
+def test_export_writes_every_form_and_compares_it_on_the_whole_test_set(run, exported):
+    words, folder = exported
+    card = json.loads((folder / "card.json").read_text())
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "batch.onnx",
+        "branch.onnx",
+        "card.json",
+        "int8.onnx",
+        "weights.safetensors",
+    ]
+    for name, digest in card["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    accuracy = read_record(run)["accuracy"]["test"]
+    assert card["test_images"] == 359
+    assert card["forms"]["trained"]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    for name in ("runtime", "branch.onnx", "batch.onnx"):
+        form = card["forms"][name]
+        assert form["same_class"] == form["same_route"] == 1
+        assert form["largest_difference"] < 1e-4
+        assert form["accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert card["forms"]["int8.onnx"]["accuracy"] == pytest.approx(accuracy, abs=0.05)
+    for fragment in ("branch.onnx", "int8.onnx", "same route", str(folder)):
+        assert fragment in words
+
+
+def test_the_exported_weights_are_the_network(run, exported):
+    trained = load_trained(str(run), "last")
+    images, _ = trained.data.whole_images("test", 50)
+    runtime = SkippingNetwork(read_exported(exported[1]))
+    with torch.no_grad():
+        output = trained.eager(images)
+    torch.testing.assert_close(runtime(images), output.logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(runtime.gates, output.routing.gates.bool())
+
+
+def test_one_checkpoint_gives_a_frontier(run):
+    done = process("src/calibrate.py", f"run={run}", "checkpoint=last", "budgets=[0.6,0.8,1.0]", "threads=1")
+    assert done.returncode == 0, done.stderr
+    points = json.loads((run / "frontier.json").read_text())["points"]
+    assert [point["budget"] for point in points] == [0.6, 0.8, 1.0]
+    for point in points:
+        assert point["counted"] == pytest.approx(point["budget"], abs=0.06)  # other images than it was calibrated on
+    executed = [point["executed"] for point in points]
+    assert executed[0] < executed[1] < executed[2] == pytest.approx(1.0, abs=0.02)
+    assert points[0]["dynamic_blocks"] == 3
+    assert (run / "figures" / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+    assert "training images, for the run kept none aside" in done.stdout
+
+
+def test_benchmark_times_every_form_and_the_record_has_the_latency(run):
+    done = process("src/benchmark.py", f"run={run}", "checkpoint=last", "batches=[1,64]", "rounds=2", "threads=1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((run / "benchmark" / "benchmark.json").read_text())
+    models = {(row["batch"], row["engine"], row["model"]) for row in found["rows"]}
+    for batch in (1, 64):
+        for engine in ("torch", "onnxruntime"):
+            assert {(batch, engine, "dense"), (batch, engine, "skipping")} <= models
+    for row in found["rows"]:
+        assert row["ms_per_image"] > 0
+        dense = next(
+            one
+            for one in found["rows"]
+            if (one["batch"], one["engine"], one["model"])
+            == (row["batch"], row["engine"], row["model"].replace("skipping", "dense"))
+        )
+        assert row["time_ratio"] == pytest.approx(row["ms_per_image"] / dense["ms_per_image"])
+        if row["bar"] is not None:
+            assert row["met"] == (row["time_ratio"] <= row["bar"])
+    assert found["executed"] == pytest.approx(read_record(run)["flops"]["executed"], abs=1e-6)
+    at_one = [row["ms_per_image"] for row in found["rows"] if row["batch"] == 1 and row["model"] == "skipping"]
+    assert read_record(run)["latency_ms"] == min(at_one)
+    assert (run / "benchmark" / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
+    table = (run / "benchmark" / "benchmark.md").read_text()
+    for words in ("FLOPs counted", "FLOPs executed", "time ratio", "onnxruntime int8"):
+        assert words in table
+    drawn = process("src/pareto.py", f"runs={run.parent}", "x=latency", f"folder={run.parent / 'pareto'}")
+    assert drawn.returncode == 0, drawn.stderr
+    assert "latency" in drawn.stdout
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory, run):
+    """Runs and files that cannot be deployed."""
+    folder = tmp_path_factory.mktemp("others")
+    short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", f"runs_dir={folder}"]
+    found = {}
+    for name, overrides in {"dense": ["gate=none"], "exact": []}.items():
+        chosen = config("+experiment=digits", *overrides, *short)
+        train(chosen)
+        found[name] = Path(chosen.run_dir)
+    stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    del stored["hyper_parameters"]["gate"]["signal"]
+    found["old"] = folder / "old.ckpt"
+    torch.save(stored, found["old"])
+    found["cut"] = folder / "cut.ckpt"
+    found["cut"].write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:9000])
+    return found
+
+
+def ask(command: str, *overrides: str):
+    """What the command would do, in this process: a process of its own takes seconds to start."""
+    functions = {"export": export, "calibrate": frontier, "benchmark": benchmark}
+    return functions[command](config(*overrides, config_name=command))
+
+
+BAD = [
+    ("export", "dense", "a dense network has no gates"),
+    ("export", "exact", "train with gate=predictive"),
+    ("export", "old", "written by another version: it has no gate.signal"),
+    ("export", "cut", "not a checkpoint"),
+    ("calibrate", "dense", "a dense network has no gates"),
+    ("calibrate", "old", "written by another version"),
+    ("benchmark", "exact", "train with gate=predictive"),
+    ("benchmark", "cut", "not a checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("command", "which", "words"), BAD)
+def test_what_cannot_be_deployed_is_one_line(command, which, words, others):
+    with pytest.raises(UserError, match=words):
+        ask(command, f"run={others[which]}")
+    if others[which].is_dir():
+        assert not {"export", "benchmark", "frontier.json"} & {path.name for path in others[which].iterdir()}
+
+
+@pytest.mark.parametrize(("command", "which"), [("export", "dense"), ("calibrate", "old"), ("benchmark", "cut")])
+def test_a_mistake_ends_a_real_process_with_one_line(command, which, others):
+    assert_one_line(process(f"src/{command}.py", f"run={others[which]}"))
+
+
+BAD_REQUESTS = [
+    ("export", "budget=0.2", "must lie from 0.500 to 1"),
+    ("export", "tolerance=0.7", "tolerance = 0.7"),
+    ("export", "threads=0", "threads = 0"),
+    ("calibrate", "budgets=[]", "give at least one"),
+    ("calibrate", "budgets=[0.7,1.2]", "budget = 1.2"),
+    ("benchmark", "batches=[0]", "batches = \\[0\\]"),
+    ("benchmark", "batches=[4000]", "there are 359 test images"),
+    ("benchmark", "rounds=0", "rounds = 0"),
+]
+
+
+@pytest.mark.parametrize(("command", "override", "words"), BAD_REQUESTS)
+def test_a_bad_request_changes_nothing(command, override, words, run, exported):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=words):
+        ask(command, f"run={run}", "threads=1", override)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_of_somebody_elses_files_is_refused(run, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.txt").write_text("keep me")
+    with pytest.raises(UserError, match="is there and is no export"):
+        ask("export", f"run={run}", f"folder={tmp_path / 'theirs'}")
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["thesis.txt"]
