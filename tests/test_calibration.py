@@ -98,14 +98,16 @@ def test_a_block_that_helps_takes_share_from_one_that_does_not(rng):
     assert spent(made, [helpful, other]) == pytest.approx(0.7, abs=1e-6)
 
 
-def test_everything_is_open_without_a_gradient_before_the_start():
+def test_everything_is_open_and_nothing_is_learned_before_the_start():
     made = budget()
     made.prog = 0.0
     logit = torch.randn(8).requires_grad_()
     opened = Quantile(made, 0, 0.5)(logit)
     assert opened.gate.tolist() == [1.0] * 8
     assert opened.turn == -math.inf
-    assert not opened.gate.requires_grad
+    opened.gate.sum().backward()
+    assert not logit.grad.any()
+    assert not made.worth.grad.any()
 
 
 @pytest.mark.parametrize("look", ["block", "stage"])

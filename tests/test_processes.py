@@ -16,13 +16,13 @@ from cosinegate.relaxation import gumbel_difference
 from cosinegate.sync_batchnorm import GlobalBatchNorm2d
 
 
-def trained(root: Path, devices: int, *overrides: str) -> tuple[Path, str]:
+def trained(root: Path, devices: int, *overrides: str, experiment: str = "digits") -> tuple[Path, str]:
     trainer = ["trainer=cpu"] if devices == 1 else ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-    command = ["+experiment=digits", *trainer]
+    command = [f"+experiment={experiment}", *trainer]
     done = process("src/train.py", *command, *overrides, "threads=1", f"runs_dir={root}")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    (folder,) = (root / "digits").iterdir()
+    (folder,) = (root / experiment).iterdir()
     return folder, done.stdout
 
 
@@ -60,6 +60,14 @@ def test_uneven_shares_have_the_same_curves_to_the_last_digits(tmp_path):
     assert_same_curves(one, two, 1e-6)
     for epoch, row in read_metrics(one).items():
         assert read_metrics(two)[epoch]["train/loss"] == pytest.approx(row["train/loss"], rel=1e-10)
+
+
+def test_calibrated_gates_take_the_quantile_of_the_global_batch(tmp_path):
+    exact = ["trainer.precision=64-true", "data.batch_size=60", "trainer.max_epochs=2", "objective.start_epoch=0"]
+    exact += ["trainer.limit_train_batches=6"]
+    one, two = (trained(tmp_path / str(n), n, *exact, experiment="digits_predictive")[0] for n in (1, 2))
+    assert_same_curves(one, two, 1e-6)
+    assert read_metrics(one)[2]["gates/mean"] == pytest.approx(0.75, abs=0.06)
 
 
 @pytest.mark.parametrize("size", [24, 23, 9])

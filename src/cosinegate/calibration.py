@@ -89,7 +89,8 @@ class Quantile(nn.Module):
             return Opened((logit > self.threshold).to(logit.dtype), self.threshold)
         share = self.budget.shares()[self.place]
         if share >= 1:
-            return Opened(torch.ones_like(logit), logit.new_tensor(-math.inf))
+            nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
+            return Opened(1.0 + nothing, logit.new_tensor(-math.inf))  # DDP wants every parameter to have a gradient
         logits = _of_all_processes(logit.detach(), self.budget.share)
         turn = torch.quantile(logits, 1 - share)
         scale = self.temperature * logits.std(correction=0).clamp_min(1e-6)

@@ -93,6 +93,8 @@ def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
 
 def pooled_statistics(x: Tensor) -> Tensor:
     """(B, C, H, W) -> (B, 3C): each channel's mean, standard deviation and maximum."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
     lines = x.permute(0, 2, 3, 1)  # in channels_last memory order, where a reduction over H runs over whole lines
     pixels = x.shape[2] * x.shape[3]
     mean = lines.sum(1).sum(1) / pixels

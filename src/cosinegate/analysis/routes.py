@@ -8,7 +8,10 @@ import numpy as np
 
 @dataclass
 class Routes:
-    """M images, N blocks. A dense network has every block open, and neither CIR nor thresholds."""
+    """M images, N blocks. A dense network has every block open, and neither CIR nor thresholds.
+
+    CIR is what the gates looked at, exact or predicted; a block without a gate has none: not a number.
+    """
 
     index: np.ndarray  # (M,) which test image
     label: np.ndarray  # (M,)
@@ -20,6 +23,11 @@ class Routes:
     @property
     def right(self) -> np.ndarray:
         return self.label == self.predicted
+
+    @property
+    def gated(self) -> list[int]:
+        """The blocks that have a gate."""
+        return [] if self.cir is None else np.flatnonzero(~np.isnan(self.cir).all(0)).tolist()
 
     @property
     def computed(self) -> np.ndarray:

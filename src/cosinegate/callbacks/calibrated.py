@@ -18,5 +18,6 @@ class Calibrated(L.Callback):
     ) -> None:
         gates = [block.gate for block in pl_module.network.blocks if block.gate is not None]
         if trainer.is_last_batch and gates and isinstance(gates[0].opening, Quantile):
-            shares = gates[0].opening.budget.shares()
-            calibrate(pl_module.network, shares, trainer.datamodule.whole_images("train", IMAGES)[0])
+            images = trainer.precision_plugin.convert_input(trainer.datamodule.whole_images("train", IMAGES)[0])
+            with trainer.precision_plugin.val_step_context():
+                calibrate(pl_module.network, gates[0].opening.budget.shares(), images)

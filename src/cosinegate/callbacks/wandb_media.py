@@ -50,9 +50,8 @@ class WandbMedia(L.Callback):
         media |= {name: wandb.Image(figure) for name, figure in figures.items()}
         for figure in figures.values():
             plt.close(figure)
-        blocks = routes.cir.shape[1]
         return media | {
-            f"media/cir_block_{b:02d}": wandb.Histogram(routes.cir[:, b], num_bins=64) for b in range(blocks)
+            f"media/cir_block_{b:02d}": wandb.Histogram(routes.cir[:, b], num_bins=64) for b in routes.gated
         }
 
 

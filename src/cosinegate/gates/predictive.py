@@ -57,5 +57,6 @@ class PredictiveGate(CosineGate):
         return Decision(gate, logit, predicted, exact, agrees)
 
     def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        predicted = self.predictor(seen)
-        return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)
+        with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit
+            predicted = self.predictor(seen)
+            return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)

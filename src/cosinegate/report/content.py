@@ -80,14 +80,16 @@ def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...],
         "cir": None,
     }
     if routes.cir is not None:
-        edges = np.linspace(0, np.ceil(max(1.0, float(routes.cir.max())) * 5) / 5, BINS + 1)
-        blocks = range(routes.cir.shape[1])
+        blocks, known = routes.gated, routes.cir[:, routes.gated]
+        low, high = np.floor(min(0.0, float(known.min())) * 5) / 5, np.ceil(max(1.0, float(known.max())) * 5) / 5
+        edges = np.linspace(low, high, BINS + 1)
         content["cir"] = {
+            "blocks": blocks,
             "edges": edges.tolist(),
             "counts": [np.histogram(routes.cir[:, b], edges)[0].tolist() for b in blocks],
             "open_rate": [routes.open_rate_by_cir(b, edges).tolist() for b in blocks],
-            "threshold": routes.threshold.tolist(),
-            "open": routes.open.mean(0).tolist(),
+            "threshold": routes.threshold[blocks].tolist(),
+            "open": routes.open.mean(0)[blocks].tolist(),
         }
     return content
 

@@ -91,17 +91,17 @@ function drawGates(run) {
     table[0].map((_, b) => String(b)), classes, table.flatMap((row, k) => row.map((v, b) => [b, k, v])), "block", "class");
 }
 
-function drawBlock(run, block) {
-  const { edges, counts, open_rate: rate, threshold, open } = run.routes.cir;
+function drawBlock(run, block) { // the place among the blocks that have a gate
+  const { blocks, edges, counts, open_rate: rate, threshold, open } = run.routes.cir;
   const centre = counts[block].map((_, k) => (edges[k] + edges[k + 1]) / 2);
   const turn = threshold[block];
   const shown = turn != null && turn >= edges[0] && turn <= edges[edges.length - 1];
   const mark = shown ? { markLine: { symbol: "none", label: { formatter: "threshold" }, data: [{ xAxis: turn }] } } : {};
   const where = shown ? `at CIR ${turn.toFixed(2)}` : "outside the range of CIR that occurs";
   const x = axis("CIR", { min: edges[0], max: edges[edges.length - 1] });
-  draw("cir", `Block ${block}: CIR of ${run.routes.images} test images. The gate turns ${where}, at the mean of its controller's offset; it computes ${percent(open[block])} of the images.`,
+  draw("cir", `Block ${blocks[block]}: CIR of ${run.routes.images} test images. The gate turns ${where}, at the mean of its controller's offset; it computes ${percent(open[block])} of the images.`,
     { tooltip: { trigger: "axis" }, xAxis: x, yAxis: axis("images"), series: [{ name: "images", type: "bar", barWidth: "95%", data: centre.map((c, k) => [c, counts[block][k]]), ...mark }] });
-  draw("open-rate", `Block ${block}: share of images that compute it, by their CIR.`,
+  draw("open-rate", `Block ${blocks[block]}: share of images that compute it, by their CIR.`,
     { tooltip: { trigger: "axis" }, xAxis: x, yAxis: axis("share open", { min: 0, max: 1 }), series: [{ name: "share open", type: "line", symbolSize: 6, data: centre.map((c, k) => [c, rate[block][k]]), ...mark }] });
 }
 
@@ -197,9 +197,9 @@ function show() {
   $("class-block").parentElement.hidden = !run.routes;
   drawGates(run);
   if (!run.routes) return;
-  const blocks = run.routes.cir.counts.length;
-  const block = Math.min(Number($("block").value || 0), blocks - 1);
-  options("block", [...Array(blocks).keys()].map((b) => [String(b), `block ${b}`]), String(block));
+  const { blocks } = run.routes.cir;
+  const block = Math.min(Number($("block").value || 0), blocks.length - 1);
+  options("block", blocks.map((b, place) => [String(place), `block ${b}`]), String(block));
   drawBlock(run, block);
   drawRoutes(run);
 }
