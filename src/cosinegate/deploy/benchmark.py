@@ -33,6 +33,8 @@ from cosinegate.record import provenance, read_record, write_record
 MICRO_BATCHES = (32, 64, 128)
 ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs
 MANY = 64
+IMAGES_A_ROUND = 64
+PAUSE = 0.03  # seconds: threads that wait for work keep a core busy for a while, and would slow the next engine down
 LATENCY_BATCH = 1  # what `latency_ms` of the record is measured at
 
 
@@ -193,21 +195,25 @@ def _rows(
     counted: float,
     executed: float,
 ) -> list[Row]:
-    """Every round takes other images, the same for all models."""
+    """Every round takes other images, the same for all models, and enough of them that no single route decides."""
     times: dict[tuple[str, str, str], list[float]] = {
         (*model, way): [] for model, by_way in ways.items() for way in by_way
     }
-    for number in range(-2, rounds):  # the first two warm up
-        start = (max(number, 0) * batch) % (len(images) - batch + 1)
-        rows = images[start : start + batch]
+    number = batch * -(-IMAGES_A_ROUND // batch)
+    for place in range(-1, rounds):  # the first warms up
+        start = max(place, 0) * number % max(1, len(images) - number + 1)
+        rows = images[start : start + number]
         layouts = {"torch": rows.contiguous(memory_format=torch.channels_last), "onnx": rows.contiguous()}
         for model, by_way in ways.items():
             for way, run in by_way.items():
-                part = layouts["torch" if model[1] == "torch" else "onnx"]
+                batches = layouts["torch" if model[1] == "torch" else "onnx"].split(batch)
+                time.sleep(PAUSE)
+                run(batches[0])
                 begin = time.perf_counter()
-                run(part)
-                if number >= 0:
-                    times[*model, way].append((time.perf_counter() - begin) * 1000 / batch)
+                for part in batches:
+                    run(part)
+                if place >= 0:
+                    times[*model, way].append((time.perf_counter() - begin) * 1000 / len(rows))
     best: dict[tuple[str, str], tuple[str, list[float]]] = {}
     for (model, engine, way), found in times.items():
         if (model, engine) not in best or statistics.median(found) < statistics.median(best[model, engine][1]):
