@@ -112,9 +112,11 @@ class BenchmarkConfig:
     run: str = MISSING
     checkpoint: Checkpoint = MISSING
     folder: str | None = None
+    against: list[str] = MISSING
     budget: float | None = None
     batches: list[int] = MISSING
     rounds: int = MISSING
+    compile: bool = MISSING
     images: int | None = None
     root: str | None = None
     data_folder: str | None = None

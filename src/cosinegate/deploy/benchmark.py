@@ -22,13 +22,15 @@ from cosinegate.commands import BenchmarkConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.export import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.flops import dense_flops, forward_flops
-from cosinegate.deploy.folded import FoldedNetwork, without_gates
+from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
 from cosinegate.errors import UserError
+from cosinegate.evaluate import checkpoint_path, load_checkpoint
 from cosinegate.files import replacing, write_atomically
 from cosinegate.record import provenance, read_record, write_record
+from cosinegate.run import network_name
 
 MICRO_BATCHES = (32, 64, 128)
 ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs
@@ -56,6 +58,20 @@ class Row:
     met: bool | None
 
 
+@dataclass
+class Model:
+    """A network to time, with its FLOPs over the dense network's."""
+
+    network: FoldedNetwork
+    counted: float
+    executed: float
+    folder: Path | None  # of the run that its latency belongs to
+
+    @property
+    def skips(self) -> bool:
+        return any(block.head is not None for block in self.network.blocks)
+
+
 Run = Callable[[Tensor], Any]
 
 
@@ -73,18 +89,25 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     images, labels = trained.data.whole_images("test", asked.images)
     if len(images) < max(asked.batches):
         raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
+    others = {name: model for run in asked.against for name, model in [_dense_run(run, asked.checkpoint.name, trained)]}
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
     flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
-    executed = flops / (len(images) * dense_flops(trained.eager, trained.data.image_set.shape))
+    dense = dense_flops(trained.eager, trained.data.image_set.shape)
+    executed = flops / (len(images) * dense)
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
     counted = runtime.gates.float().mean().item()
+    own = run_folder_of(trained.path) if asked.budget is None else None
+    models = {
+        "dense": Model(without_gates(trained.folded), 1.0, 1.0, None),
+        "skipping": Model(trained.folded, counted, executed, own),
+    } | others
     with tempfile.TemporaryDirectory() as scratch:
-        ways = Ways(trained.folded, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads)
+        ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads)
         rows = []
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
-            rows += _rows(ways.at(batch), batch, images, asked.rounds, counted, executed)
+            rows += _rows(models, ways.at(batch), batch, images, asked.rounds)
     found = {
         "run": str(run_folder_of(trained.path)),
         "data": trained.config.data.name.name,
@@ -100,24 +123,22 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     write_atomically(folder / "benchmark.json", json.dumps(found, indent=2) + "\n")
     write_atomically(folder / "benchmark.md", as_markdown(found))
     _draw(found, folder / "benchmark.png")
-    if asked.budget is None:
-        _into_record(trained, rows)
+    _into_records(models, rows)
     return found | {"folder": str(folder)}
 
 
 class Ways:
     """Every model, with the ways in which it can be run at a batch size."""
 
-    def __init__(self, network: FoldedNetwork, images: Tensor, held_out: Tensor, scratch: Path, threads: int) -> None:
-        self.network, self.dense, self.threads, self.images = network, without_gates(network), threads, images
+    def __init__(self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int) -> None:
+        self.models, self.threads, self.images = models, threads, images
         shape = tuple(images.shape[1:])
         console.say("exporting to ONNX")
-        write_onnx(BatchForm(self.dense), scratch / "dense.onnx", shape, one_image=False)
-        write_onnx(BranchForm(self.dense), scratch / "dense_one.onnx", shape, one_image=True)
-        write_onnx(BranchForm(network), scratch / "branch.onnx", shape, one_image=True)
-        write_onnx(BatchForm(network), scratch / "batch.onnx", shape, one_image=False)
-        write_int8(scratch / "batch.onnx", scratch / "int8.onnx", held_out[:CALIBRATION_IMAGES])
-        write_int8(scratch / "dense.onnx", scratch / "dense_int8.onnx", held_out[:CALIBRATION_IMAGES])
+        for name, model in models.items():
+            write_onnx(BatchForm(model.network), scratch / f"{name}.onnx", shape, one_image=False)
+            write_onnx(BranchForm(model.network), scratch / f"{name}-one.onnx", shape, one_image=True)
+            if model.folder is None or model.skips:  # int8 is shown for the two that the run is about
+                write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])
         self.sessions = {
             (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
         }
@@ -125,14 +146,14 @@ class Ways:
 
     def at(self, batch: int) -> dict[tuple[str, str], dict[str, Run]]:
         """By (model, engine), by the way's name."""
-        return {
-            ("dense", "torch"): self._torch(self.dense, batch) | _compiled(self.dense, self.images[:batch]),
-            ("skipping", "torch"): self._torch(self.network, batch),
-            ("dense", "onnxruntime"): self._onnx("dense", batch) | self._one_by_one("dense_one", batch),
-            ("skipping", "onnxruntime"): self._onnx("batch", batch) | self._one_by_one("branch", batch),
-            ("dense int8", "onnxruntime int8"): self._onnx("dense_int8", batch),
-            ("skipping int8", "onnxruntime int8"): self._onnx("int8", batch),
-        }
+        ways: dict[tuple[str, str], dict[str, Run]] = {}
+        for name, model in self.models.items():
+            compiled = {} if model.skips else _compiled(model.network, self.images[:batch])
+            ways[name, "torch"] = self._torch(model.network, batch) | compiled
+            ways[name, "onnxruntime"] = self._onnx(name, batch) | self._one_by_one(f"{name}-one", batch)
+            if (f"{name}-int8", 1) in self.sessions:
+                ways[name, "onnxruntime int8"] = self._onnx(f"{name}-int8", batch)
+        return ways
 
     def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
         ways: dict[str, Run] = {"whole": SkippingNetwork(network, batch)}
@@ -188,12 +209,11 @@ def _compiled(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
 
 
 def _rows(
+    models: dict[str, Model],
     ways: dict[tuple[str, str], dict[str, Run]],
     batch: int,
     images: Tensor,
     rounds: int,
-    counted: float,
-    executed: float,
 ) -> list[Row]:
     """Every round takes other images, the same for all models, and enough of them that no single route decides."""
     times: dict[tuple[str, str, str], list[float]] = {
@@ -219,28 +239,17 @@ def _rows(
         if (model, engine) not in best or statistics.median(found) < statistics.median(best[model, engine][1]):
             best[model, engine] = way, found
     medians = {key: statistics.median(found) for key, (_, found) in best.items()}
-    fastest = min(value for (model, _), value in medians.items() if model == "dense")
+    fastest = min(value for (name, _), value in medians.items() if name == "dense")
     made = []
-    for (model, engine), (way, found) in best.items():
-        skips = model.startswith("skipping")
-        ratio = medians[model, engine] / medians[model.replace("skipping", "dense"), engine]
-        bar = _bar(engine, batch, executed) if skips else None
+    for (name, engine), (way, found) in best.items():
+        model, median = models[name], medians[name, engine]
+        ratio = median / medians["dense", engine]
+        bar = _bar(engine, batch, model.executed) if model.skips else None
         low, high = np.percentile(found, [25, 75])
+        met = None if bar is None else ratio <= bar
+        flops = model.counted, model.executed
         made.append(
-            Row(
-                model,
-                engine,
-                batch,
-                way,
-                medians[model, engine],
-                float((high - low) / medians[model, engine]),
-                counted if skips else 1.0,
-                executed if skips else 1.0,
-                ratio,
-                medians[model, engine] / fastest,
-                bar,
-                None if bar is None else ratio <= bar,
-            )
+            Row(name, engine, batch, way, median, (high - low) / median, *flops, ratio, median / fastest, bar, met)
         )
     return made
 
@@ -251,15 +260,26 @@ def _bar(engine: str, batch: int, executed: float) -> float | None:
     return executed + ALLOWED["one"] if batch == 1 and engine == "onnxruntime" else None
 
 
-def _into_record(trained: Trained, rows: list[Row]) -> None:
-    """`latency_ms`: the fastest skipping form at batch 1, beside the fastest dense one in the same minutes."""
-    folder = run_folder_of(trained.path)
-    record = read_record(folder)
-    at_one = [row for row in rows if row.batch == LATENCY_BATCH]
-    if record is None or not at_one:
-        return
-    skipping, dense = (min(row.ms_per_image for row in at_one if row.model == model) for model in ("skipping", "dense"))
-    write_record(folder, record | {"latency_ms": skipping, "latency_dense_ms": dense, "latency_batch": LATENCY_BATCH})
+def _dense_run(run: str, checkpoint: str, beside: Trained) -> tuple[str, Model]:
+    """A run of a dense network on the same data, with its FLOPs over those of the run that is benchmarked."""
+    path = checkpoint_path(Path(run), checkpoint)
+    module, config = load_checkpoint(path)
+    if any(block.gate is not None for block in module.network.blocks):
+        raise UserError(f"against = {run}: has gates; give runs of dense networks")
+    if config.data.name is not beside.config.data.name:
+        raise UserError(f"against = {run}: is on {config.data.name.name}, not on {beside.config.data.name.name}")
+    shape = beside.data.image_set.shape
+    share = dense_flops(module.network, shape) / dense_flops(beside.eager, shape)
+    return network_name(config.network), Model(folded(module.network), share, share, run_folder_of(path))
+
+
+def _into_records(models: dict[str, Model], rows: list[Row]) -> None:
+    """`latency_ms`: the fastest form of a run at batch 1, all measured in the same minutes."""
+    for name, model in models.items():
+        found = [row.ms_per_image for row in rows if row.batch == LATENCY_BATCH and row.model == name]
+        record = read_record(model.folder) if model.folder is not None else None
+        if record is not None and found:
+            write_record(model.folder, record | {"latency_ms": min(found), "latency_batch": LATENCY_BATCH})
 
 
 def as_markdown(found: dict[str, Any]) -> str:
@@ -286,7 +306,7 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 
 def _draw(found: dict[str, Any], path: Path) -> None:
-    rows = [row for row in found["rows"] if row["model"].startswith("skipping")]
+    rows = [row for row in found["rows"] if row["model"] == "skipping"]
     batches, engines = (sorted({row[key] for row in rows}, key=str) for key in ("batch", "engine"))
     batches = sorted(batches)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
