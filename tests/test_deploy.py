@@ -1,6 +1,7 @@
 """What is deployed is what was trained: the skipping runtime, ONNX, int8, safetensors."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from test_predictive import images, small, thresholds_at_half
 
+from cosinegate.deploy.benchmark import compiled_form
 from cosinegate.deploy.export import write_int8
 from cosinegate.deploy.folded import folded, without_gates
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
@@ -103,6 +105,13 @@ def test_f_runs_for_open_samples_only(rng, monkeypatch):
     runtime(images(32, rng))
     for place in range(len(runtime.blocks)):
         assert sum(seen.get(place, [])) == runtime.gates[:, place].sum()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_the_compiled_dense_network_is_the_dense_network(rng):
+    dense, x = without_gates(folded(trained(rng=rng))), images(8, rng)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled_form(dense, x)["compiled"](x), dense(x), rtol=1e-4, atol=1e-4)
 
 
 def test_gates_that_need_f_and_dense_networks_cannot_skip(rng):

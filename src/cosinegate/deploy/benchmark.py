@@ -1,6 +1,5 @@
 """Times the deployed forms of a run against the dense network in its fastest form, in one process, taking turns."""
 
-import functools
 import json
 import shutil
 import statistics
@@ -103,7 +102,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         "skipping": Model(trained.folded, counted, executed, own),
     } | others
     with tempfile.TemporaryDirectory() as scratch:
-        ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads)
+        ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)
         rows = []
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
@@ -130,8 +129,10 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
 class Ways:
     """Every model, with the ways in which it can be run at a batch size."""
 
-    def __init__(self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int) -> None:
-        self.models, self.threads, self.images = models, threads, images
+    def __init__(
+        self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int, compiles: bool
+    ) -> None:
+        self.models, self.threads, self.images, self.compiles = models, threads, images, compiles
         shape = tuple(images.shape[1:])
         console.say("exporting to ONNX")
         for name, model in models.items():
@@ -148,7 +149,7 @@ class Ways:
         """By (model, engine), by the way's name."""
         ways: dict[tuple[str, str], dict[str, Run]] = {}
         for name, model in self.models.items():
-            compiled = {} if model.skips else _compiled(model.network, self.images[:batch])
+            compiled = {} if model.skips or not self.compiles else compiled_form(model.network, self.images[:batch])
             ways[name, "torch"] = self._torch(model.network, batch) | compiled
             ways[name, "onnxruntime"] = self._onnx(name, batch) | self._one_by_one(f"{name}-one", batch)
             if (f"{name}-int8", 1) in self.sessions:
@@ -166,28 +167,30 @@ class Ways:
 
     def _onnx(self, name: str, batch: int) -> dict[str, Run]:
         whole = self.sessions[name, self.threads]
-        return {"whole": lambda images: whole.run(None, {"images": images.numpy()})}
+        ways: dict[str, Run] = {"whole": lambda images: whole.run(None, {"images": images.numpy()})}
+        for size in MICRO_BATCHES:
+            if size * self.threads <= batch and size < batch:
+                ways[f"by {size}" if self.threads == 1 else f"{size} a thread"] = self._in_parts(name, size)
+        return ways
 
     def _one_by_one(self, name: str, batch: int) -> dict[str, Run]:
-        """An image at a time; several threads take images in turn, each computing alone."""
-        together, alone = self.sessions[name, self.threads], self.sessions[name, 1]
+        """With a form that takes one image."""
+        together = self.sessions[name, self.threads]
         if batch == 1:
             return {"one image": lambda images: together.run(None, {"images": images.numpy()})}
+        return {"image by image": self._in_parts(name, 1)}
+
+    def _in_parts(self, name: str, size: int) -> Run:
+        """Several threads take parts in turn, each computing alone."""
+        alone, pool = self.sessions[name, 1], self.pool.map if self.threads > 1 else map
 
         def run(images: Tensor) -> list[Any]:
-            array = images.numpy()
-            places = [range(start, len(array), self.threads) for start in range(self.threads)]
-            return list(self.pool.map(functools.partial(_each, alone, array), places))
+            return list(pool(lambda part: alone.run(None, {"images": part.numpy()}), images.split(size)))
 
-        return {"image by image": run}
+        return run
 
 
-def _each(model: Any, images: np.ndarray, places: range) -> None:
-    for place in places:
-        model.run(None, {"images": images[place : place + 1]})
-
-
-def _compiled(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
+def compiled_form(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
     """torch.compile's form for one batch size, where there is a compiler for it and it succeeds."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return {}
