@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import assert_one_line, config, process
 
+from cosinegate.errors import UserError
+from cosinegate.evaluate import evaluate
 from cosinegate.run import train
 
 
@@ -41,6 +43,11 @@ def test_a_person_gets_tables_of_classes_and_blocks(run):
     assert "\x1b[" not in done.stdout
 
 
+def ask(*overrides: str):
+    """What the command would do, in this process: a process of its own takes seconds to start."""
+    return evaluate(config(*overrides, config_name="evaluate"))
+
+
 class Harmful:
     def __reduce__(self):
         return (print, ("this must not run",))
@@ -55,13 +62,29 @@ def test_what_is_not_a_checkpoint_ends_with_one_line(run, tmp_path):
     other = tmp_path / "other.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": {"who": "knows"}}, other)
     for path, fragment in ((cut, "not a checkpoint"), (harmful, "not a checkpoint"), (other, "another version")):
-        done = process("src/evaluate.py", f"run={path}")
-        assert_one_line(done, str(path), fragment)
-        assert "this must not run" not in done.stdout
-    assert_one_line(process("src/evaluate.py", "run=/nowhere"), "/nowhere", "no such folder")
-    assert_one_line(process("src/evaluate.py", f"run={tmp_path}"), "checkpoints/last.ckpt")
+        with pytest.raises(UserError, match=f"{path}.*{fragment}"):
+            ask(f"run={path}")
+    done = process("src/evaluate.py", f"run={harmful}")
+    assert_one_line(done, str(harmful), "not a checkpoint")
+    assert "this must not run" not in done.stdout
     assert_one_line(process("src/evaluate.py"), "run has no value")
-    assert_one_line(process("src/evaluate.py", f"run={folder}", "threads=0"), "threads = 0", "at least 1")
-    assert_one_line(process("src/evaluate.py", f"run={folder}", "limit_batches=-2"), "limit_batches = -2")
-    assert_one_line(process("src/evaluate.py", f"run={folder}", "limit_batches=0.001"), "limit_test_batches")
-    assert_one_line(process("src/evaluate.py", f"run={folder}", "accelerator=gpu"), "accelerator=gpu")
+
+
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
+        ("run=/nowhere", "/nowhere: no such folder"),
+        ("threads=0", "threads = 0: must be at least 1"),
+        ("limit_batches=-2", "limit_batches = -2"),
+        ("limit_batches=0.001", "limit_test_batches"),
+        ("accelerator=gpu", "accelerator=gpu"),
+    ],
+)
+def test_a_bad_request_is_one_line(override, fragment, run):
+    with pytest.raises(UserError, match=fragment):
+        ask(f"run={run[1]}", override)
+
+
+def test_a_folder_without_a_checkpoint_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"checkpoints/last\.ckpt"):
+        ask(f"run={tmp_path}")

@@ -7,6 +7,7 @@ from conftest import config
 
 from cosinegate import relaxation
 from cosinegate.build import build_module
+from cosinegate.choices import Sided
 from cosinegate.networks import Output, Routing
 from cosinegate.objective import Objective, prog
 from cosinegate.processes import over_processes
@@ -99,6 +100,16 @@ def _penalty_gradient(rank: int, address: str, gates: torch.Tensor, found) -> No
     dist.all_reduce(mean)  # as DDP averages gradients
     found[rank] = (losses.flops.item(), (mean / 2).item(), over_processes(gates[rank].mean()).item())
     dist.destroy_process_group()
+
+
+def test_a_two_sided_penalty_pushes_up_as_well():
+    one, two = (Objective(1.0, 0.0, 0.5, sided=sided) for sided in (Sided.one, Sided.two))
+    for objective in (one, two):
+        objective.prog = 1.0
+    below, above = torch.full((4, 3), 0.2), torch.full((4, 3), 0.8)
+    target = torch.zeros(4, dtype=torch.long)
+    assert [objective(output_with(below), target).flops.item() for objective in (one, two)] == pytest.approx([0, 0.09])
+    assert [objective(output_with(above), target).flops.item() for objective in (one, two)] == pytest.approx([0.09] * 2)
 
 
 def test_penalty_sees_the_mean_gate_of_all_processes(tmp_path):

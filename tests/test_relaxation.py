@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cosinegate.choices import Annealing
-from cosinegate.relaxation import Relaxation, anneal, gumbel_difference, relax
+from cosinegate.relaxation import Relaxation, anneal, gumbel_difference, relax, threshold_gate
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -45,17 +45,17 @@ def test_straight_through_has_hard_values_and_the_relaxed_gradient(rng):
 def test_threshold_opens_strictly_above_delta(threshold):
     edge = math.log(threshold / (1 - threshold))
     logit = torch.tensor([edge - 1e-3, edge + 1e-3, -50.0, 50.0])
-    assert Relaxation(1.0, False, threshold).is_open(logit).tolist() == [0.0, 1.0, 0.0, 1.0]
-    assert Relaxation(1.0, False, 0.5).is_open(torch.zeros(1)).item() == 0.0  # σ(0) is δ, not above it
+    assert threshold_gate(logit, threshold).tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert threshold_gate(torch.zeros(1), 0.5).item() == 0.0  # σ(0) is δ, not above it
 
 
 def test_evaluation_uses_neither_noise_nor_temperature():
     relaxation = Relaxation(temperature=1.0, hard=False, threshold=0.45).eval()
     logit = torch.linspace(-2, 2, 9)
     before = torch.get_rng_state()
-    first = relaxation(logit)
+    first = relaxation(logit).gate
     relaxation.temperature = 0.01
-    assert torch.equal(first, relaxation(logit))
+    assert torch.equal(first, relaxation(logit).gate)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(first, (torch.sigmoid(logit) > 0.45).float())
 
@@ -64,7 +64,7 @@ def test_training_without_noise_is_the_sigmoid():
     relaxation = Relaxation(temperature=2.0, hard=False, threshold=0.45)
     relaxation.noisy = False
     logit = torch.linspace(-2, 2, 9)
-    torch.testing.assert_close(relaxation(logit), torch.sigmoid(logit / 2))
+    torch.testing.assert_close(relaxation(logit).gate, torch.sigmoid(logit / 2))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, process
+from conftest import assert_one_line, config, process
 from playwright.sync_api import Page, sync_playwright
 
 from cosinegate.errors import UserError
-from cosinegate.report.page import write_report
+from cosinegate.report.page import report, write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -185,9 +185,8 @@ def test_a_corrupt_record_is_one_line(runs, tmp_path):
     assert not (broken / "report.html").exists()
     with pytest.raises(UserError, match=r"has no record\.json"):
         write_report([tmp_path], tmp_path / "report.html")
-    assert_one_line(process("src/report.py"), "runs has no value")
-    done = process("src/report.py", f"runs=[{runs['one']}]", f"path={tmp_path}", "limit_batches=1")
-    assert_one_line(done, f"path = {tmp_path}", "cannot be written")
+    with pytest.raises(UserError, match=f"path = {tmp_path}: cannot be written"):
+        report(config(f"runs=[{runs['one']}]", f"path={tmp_path}", "limit_batches=1", config_name="report"))
     assert not list(tmp_path.parent.glob(f".{tmp_path.name}-*"))
     record = json.loads((runs["one"] / "record.json").read_text())
     (broken / "record.json").write_text(json.dumps({k: v for k, v in record.items() if k != "versions"}))

@@ -30,13 +30,19 @@ GOLDEN = {
     "balanced": 2.333557,
     "conservative": 2.509214,
     "digits": 2.323620,
+    "digits_predictive": 1.888283,
     "mnist": 2.333557,
+    "predictive_aggressive": 1.604114,
+    "predictive_balanced": 1.595071,
+    "predictive_conservative": 1.566733,
     "quickstart": 2.342105,
     "resnet20": 1.432338,
+    "static": 1.387148,
 }
 
 
 GOLDEN_PENALTY = 0.274582
+GOLDEN_CALIBRATED = 2.141611
 
 
 def short(tmp_path: Path, *overrides: str):
@@ -61,6 +67,13 @@ def test_the_penalty_has_its_golden_loss_too(tmp_path):
     assert row["train/loss_flops"] == pytest.approx(GOLDEN_PENALTY, rel=2e-3)
     total = row["train/loss_ce"] + 0.01 * row["train/loss_cons"] + 3.0 * row["train/loss_flops"]
     assert row["train/loss"] == pytest.approx(total, rel=1e-5)
+
+
+def test_calibrated_gates_have_their_golden_loss_too(tmp_path):
+    _, folder = short(tmp_path, "+experiment=predictive_balanced", *SHORT, "objective.warmup_epochs=0")
+    row = read_metrics(folder)[2]
+    assert row["train/loss"] == pytest.approx(GOLDEN_CALIBRATED, rel=2e-3)
+    assert row["gates/relaxed_mean"] == pytest.approx(0.74, abs=0.01)
 
 
 NAMES = ["train/loss", "train/loss_ce", "train/loss_cons", "train/loss_flops", "train/acc", "val/acc", "val/loss"]
@@ -367,11 +380,14 @@ def test_a_callback_can_be_left_out_and_another_added(tmp_path):
 
 
 def test_gates_without_weight_decay_keep_their_own_group():
-    for decay_gates, decays in ((True, [5e-4]), (False, [5e-4, 0.0])):
-        module = build_module(config("+experiment=digits", f"optimizer.decay_gates={decay_gates}"))
+    for decay_gates, decays in ((True, [5e-4, 5e-4]), (False, [5e-4, 0.0])):
+        module = build_module(
+            config("+experiment=digits", f"optimizer.decay_gates={decay_gates}", "optimizer.gate_lr=3")
+        )
         module.trainer = L.Trainer(max_epochs=4, accelerator="cpu", logger=False, enable_checkpointing=False)
         optimizer = module.configure_optimizers()["optimizer"]
         assert [group["weight_decay"] for group in optimizer.param_groups] == decays
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.3])
         assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == 19_147
 
 
