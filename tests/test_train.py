@@ -32,6 +32,7 @@ GOLDEN = {
     "digits": 2.323620,
     "digits_predictive": 1.888283,
     "mnist": 2.333557,
+    "mnist_predictive": 2.124150,
     "predictive_aggressive": 1.604114,
     "predictive_balanced": 1.595071,
     "predictive_conservative": 1.566733,

@@ -89,7 +89,9 @@ def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    terminal = Console()
+    widest = terminal.measure(table, options=terminal.options.update(width=500)).maximum
+    Console(width=max(terminal.width, widest)).print(table)  # rather wrapped by the terminal than cut off
 
 
 def bars(shares: list[float]) -> str:
