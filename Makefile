@@ -9,7 +9,7 @@ RUN ?=
 X ?= counted
 ARGS ?=
 
-.PHONY: help setup quickstart train data pareto report dashboard export calibrate bench-deploy test browser test-data bench clean
+.PHONY: run-is-missing help setup quickstart train data pareto report dashboard export calibrate bench-deploy test browser test-data bench clean
 
 comma := ,
 space := $(subst ,, )
@@ -50,14 +50,17 @@ report: setup ## one HTML file about a run: make report RUN=runs/mnist/<run>, or
 dashboard: setup ## save the W&B workspace of the project (needs an account)
 	$(BIN)/python src/dashboard.py $(ARGS)
 
-export: setup ## ONNX, int8 and safetensors of a run: make export RUN=runs/predictive_balanced/<run>
+export: $(if $(RUN),setup,run-is-missing) ## ONNX, int8 and safetensors of a run: make export RUN=runs/predictive_balanced/<run>
 	$(BIN)/python src/export.py run=$(RUN) $(ARGS)
 
-calibrate: setup ## one checkpoint at many budgets: make calibrate RUN=runs/predictive_balanced/<run>
+calibrate: $(if $(RUN),setup,run-is-missing) ## one checkpoint at many budgets: make calibrate RUN=runs/predictive_balanced/<run>
 	$(BIN)/python src/calibrate.py run=$(RUN) $(ARGS)
 
-bench-deploy: setup ## time a run's deployed forms against the dense network: make bench-deploy RUN=...
+bench-deploy: $(if $(RUN),setup,run-is-missing) ## time a run's deployed forms against the dense network: make bench-deploy RUN=...
 	$(BIN)/python src/benchmark.py run=$(RUN) $(ARGS)
+
+run-is-missing:
+	@echo "RUN= is missing: name a run's folder, as in RUN=runs/predictive_balanced/<run>" >&2; exit 2
 
 test: setup browser ## lint, and every test that needs no download
 	$(BIN)/ruff check src tests

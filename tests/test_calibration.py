@@ -141,6 +141,7 @@ def test_thresholds_at_the_ends_and_with_ties():
         (("objective.tau_target=0.4",), "must lie from"),
         (("objective.tau_target=0.99",), "must lie from"),
         (("network.depth=8",), "no block is left"),
+        (("gate.quantile.sharing=block", "objective.tau_target=0.4"), "must lie from 0.500 to 1.000"),
     ],
 )
 def test_a_budget_that_cannot_be_met_is_one_line(overrides, words):

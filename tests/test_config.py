@@ -41,6 +41,11 @@ BAD = [
     ("trainer.limit_train_batches=0", "trainer.limit_train_batches"),
     ("name=a/b", "name", "folder name"),
     ("trainer.check_val_every_n_epoch=500", "trainer.check_val_every_n_epoch", "at most"),
+    ("gate.quantile.low=0.95", "gate.quantile.low", "must be below gate.quantile.high"),
+    ("gate.predictor.hidden=0", "gate.predictor.hidden", "at least 1"),
+    ("network.blocks=[2,2]", "network.blocks", "three numbers"),
+    ("gate.signal=guess", "gate.signal", "exact"),
+    ("objective.sided=three", "objective.sided", "two"),
     ("gate.relaxation.noise_until=2", "gate.relaxation.noise_until", "from 0 to 1"),
     # not Hydra's grammar
     ("optimizer.lr=[0.1", "optimizer.lr"),

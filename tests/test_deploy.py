@@ -1,5 +1,6 @@
 """What is deployed is what was trained: the skipping runtime, ONNX, int8, safetensors."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -91,6 +92,14 @@ def test_images_of_another_shape_are_one_line(shape, rng):
     runtime = SkippingNetwork(folded(trained(rng=rng)))
     with pytest.raises(UserError, match="must be \\(batch, 1, height, width\\)"):
         runtime(torch.zeros(shape))
+
+
+def test_images_of_another_size_or_type_are_one_line(rng):
+    runtime = SkippingNetwork(folded(trained(rng=rng), size=(8, 8)))
+    with pytest.raises(UserError, match="must be \\(batch, 1, 8, 8\\)"):
+        runtime(torch.zeros(2, 1, 9, 8))
+    with pytest.raises(UserError, match="must be normalised"):
+        runtime(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
 
 
 def test_f_runs_for_open_samples_only(rng, monkeypatch):
@@ -210,7 +219,9 @@ def test_int8_runs_and_keeps_most_decisions(rng, tmp_path):
 def test_weights_and_card_rebuild_the_network(overrides, rng, tmp_path):
     network = folded(trained(*overrides, rng=rng))
     write_weights(network, tmp_path / "weights.safetensors")
-    (tmp_path / "card.json").write_text(json.dumps({"network": described(network)}))
+    digest = hashlib.sha256((tmp_path / "weights.safetensors").read_bytes()).hexdigest()
+    card = {"network": described(network), "files": {"weights.safetensors": digest}}
+    (tmp_path / "card.json").write_text(json.dumps(card))
     again = read_exported(tmp_path)
     x = images(9, rng)
     assert torch.equal(SkippingNetwork(again)(x), SkippingNetwork(network)(x))
@@ -222,6 +233,9 @@ def test_weights_and_card_rebuild_the_network(overrides, rng, tmp_path):
         rebuilt(described(network) | {"width": 3}, tmp_path / "weights.safetensors")
     with pytest.raises(UserError, match="this program reads"):
         rebuilt(described(network) | {"format": 99}, tmp_path / "weights.safetensors")
+    (tmp_path / "card.json").write_text(json.dumps(card | {"files": {"weights.safetensors": "another"}}))
+    with pytest.raises(UserError, match="missing or damaged"):
+        read_exported(str(tmp_path))
     (tmp_path / "card.json").write_text("{")
     with pytest.raises(UserError, match="not an export's card"):
         read_exported(tmp_path)

@@ -1,6 +1,7 @@
 """Gates that decide before F: what they see, what they learn from, what they cost."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from cosinegate import geometry
 from cosinegate.build import build_module, build_network
 from cosinegate.choices import Measure
 from cosinegate.geometry import Dots
+from cosinegate.lit import LitCosineGate
 from cosinegate.run import train
 
 SMALL = ("+experiment=digits_predictive",)
@@ -148,10 +150,64 @@ def test_the_gate_costs_under_half_a_percent_of_its_block():
         if block.gate is not None:
             with torch.no_grad(), FlopCounterMode(display=False) as gate:
                 block.gate.decide(seen)
+            with torch.no_grad(), FlopCounterMode(display=False) as look:
+                geometry.pooled_statistics(x)
             with torch.no_grad(), FlopCounterMode(display=False) as residual:
                 block.residual(x)
-            assert 0 < gate.get_total_flops() < 0.005 * residual.get_total_flops()
+            cost = gate.get_total_flops() + look.get_total_flops() / 2  # one look decides for both blocks of a stage
+            assert look.get_total_flops() > 0
+            assert 0 < cost < 0.005 * residual.get_total_flops()
         x, _ = block(x, seen)
+
+
+def test_equal_logits_do_not_make_the_gradient_explode(rng):
+    network = small().train()
+    for block in network.blocks:
+        if block.gate is not None:
+            block.gate.opening.budget.prog = 1.0
+            torch.nn.init.zeros_(block.gate.predictor.w2.weight)
+            torch.nn.init.zeros_(block.gate.controller.w2.weight)
+    network(images(32, rng)).logits.square().mean().backward()
+    assert max(block.gate.controller.w2.weight.grad.abs().max() for block in network.blocks if block.gate) < 100
+
+
+@pytest.mark.parametrize("overrides", [("trainer=debug",), ("trainer.precision=bf16-true", "trainer.max_epochs=1")])
+def test_it_trains_with_the_debug_trainer_and_in_other_precisions(overrides, tmp_path):
+    pressed = ("objective.start_epoch=0", "objective.warmup_epochs=0", "trainer.limit_train_batches=3", "threads=1")
+    assert train(config(*SMALL, *overrides, *pressed, f"runs_dir={tmp_path}"))["status"] == "finished"
+
+
+def test_the_best_epoch_is_one_at_the_budget(tmp_path, monkeypatch):
+    """Accuracy falls from epoch to epoch: the best of all would be one whose gates still compute more."""
+    monkeypatch.setattr(LitCosineGate, "_log_accuracy", falling_accuracy)
+    late = ("trainer.max_epochs=4", "objective.start_epoch=1", "objective.warmup_epochs=1", "data.validation=holdout")
+    record = train(config(*SMALL, *late, "trainer.limit_train_batches=3", "threads=1", f"runs_dir={tmp_path}"))
+    assert record["accuracy"]["best_epoch"] == 3  # prog is 0, 0, 1, 1
+    assert record["mean_gate"] < 0.9
+    never = ("trainer.limit_train_batches=2", "objective.start_epoch=9", "threads=1")
+    early = train(config(*SMALL, *late, *never, f"runs_dir={tmp_path}"))
+    assert early["accuracy"]["test_of"] == "last"
+
+
+def falling_accuracy(self, stage, output, target):
+    self.log(f"{stage}/acc", 1.0 - 0.1 * self.current_epoch, on_step=False, on_epoch=True, batch_size=len(target))
+
+
+def test_a_stopped_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
+    short = (*SMALL, "trainer.max_epochs=4", "objective.start_epoch=0", "trainer.limit_train_batches=4", "threads=1")
+    fault = ("+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0")
+    chosen = [config(*short, *fault, f"runs_dir={tmp_path / name}") for name in ("whole", "stopped")]
+    train(chosen[0])
+    monkeypatch.setenv("FAULT", "1")
+    with pytest.raises(RuntimeError, match="a fault"):
+        train(chosen[1].copy())
+    monkeypatch.delenv("FAULT")
+    train(chosen[1])
+    whole, stopped = (
+        torch.load(Path(one.run_dir) / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for one in chosen
+    )
+    assert any("threshold" in name for name in whole)
+    assert all(torch.equal(tensor, stopped[name]) for name, tensor in whole.items())
 
 
 def masked(network, x):

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from cosinegate.calibration import Budget, Quantile
-from cosinegate.choices import Calibration, GateKind, Signal, Weighting
+from cosinegate.choices import Calibration, GateKind, Sharing, Signal, Weighting
 from cosinegate.config import primitives
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops
@@ -103,11 +103,12 @@ def _budget(config: DictConfig) -> Budget:
     if not gated.any():
         raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
     budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.low, quantile.high)
-    if not quantile.low <= budget.gated_share(tau) <= quantile.high:
-        least, most = (free + (1 - free) * bound for bound in (quantile.low, quantile.high))
+    low, high = (quantile.low, quantile.high) if quantile.sharing is Sharing.network else (0.0, 1.0)
+    if not low <= budget.gated_share(tau) <= high:
+        least, most = (free + (1 - free) * bound for bound in (low, high))
         raise UserError(
             f"objective.tau_target = {tau}: must lie from {least:.3f} to {most:.3f} with gate.calibration=quantile, "
             f"because {int((~gated).sum())} of {len(gated)} blocks have no gate and the others compute "
-            f"{quantile.low} to {quantile.high} of the samples"
+            f"{low:g} to {high:g} of the samples"
         )
     return budget

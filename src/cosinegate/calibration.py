@@ -12,6 +12,7 @@ from cosinegate.processes import Share
 from cosinegate.relaxation import Opened
 
 CHUNK = 256  # images at a time
+LEAST_SPREAD = 0.05  # of the logits, below which the straight-through gradient grows no further
 
 
 class Budget(nn.Module):
@@ -92,8 +93,8 @@ class Quantile(nn.Module):
             nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
             return Opened(1.0 + nothing, logit.new_tensor(-math.inf))  # DDP wants every parameter to have a gradient
         logits = _of_all_processes(logit.detach(), self.budget.share)
-        turn = torch.quantile(logits, 1 - share)
-        scale = self.temperature * logits.std(correction=0).clamp_min(1e-6)
+        turn = torch.quantile(logits.to(torch.promote_types(logits.dtype, torch.float32)), 1 - share).to(logits.dtype)
+        scale = self.temperature * logits.std(correction=0).clamp_min(LEAST_SPREAD)
         soft = torch.sigmoid((logit - turn) / scale)
         z = (logit > turn).to(logit.dtype) + (soft - soft.detach())  # exactly 0 or 1
         if self.budget.worth is not None:

@@ -85,7 +85,7 @@ class DashboardConfig:
 @dataclass
 class ExportConfig:
     run: str = MISSING
-    checkpoint: Checkpoint = MISSING
+    checkpoint: Checkpoint | None = None
     folder: str | None = None
     budget: float | None = None
     specialise: bool = MISSING
@@ -99,7 +99,7 @@ class ExportConfig:
 @dataclass
 class CalibrateConfig:
     run: str = MISSING
-    checkpoint: Checkpoint = MISSING
+    checkpoint: Checkpoint | None = None
     budgets: list[float] = MISSING
     images: int | None = None
     root: str | None = None
@@ -110,7 +110,7 @@ class CalibrateConfig:
 @dataclass
 class BenchmarkConfig:
     run: str = MISSING
-    checkpoint: Checkpoint = MISSING
+    checkpoint: Checkpoint | None = None
     folder: str | None = None
     against: list[str] = MISSING
     budget: float | None = None

@@ -110,6 +110,9 @@ def validate(config: DictConfig) -> None:
         raise UserError(f"gate.gamma.init = {gamma}: must be below 0 with gate.polarity=paper (the paper has γ < 0)")
     if gamma == 0:
         raise UserError("gate.gamma.init = 0: must not be 0, or CIR moves no gate")
+    quantile = config.gate.quantile
+    if quantile.low >= quantile.high:
+        raise UserError(f"gate.quantile.low = {quantile.low}: must be below gate.quantile.high = {quantile.high}")
     if config.trainer.check_val_every_n_epoch > config.trainer.max_epochs:
         raise UserError(
             f"trainer.check_val_every_n_epoch = {config.trainer.check_val_every_n_epoch}: "

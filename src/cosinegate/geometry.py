@@ -26,6 +26,7 @@ class Dots(NamedTuple):
 
 LIBRARY = torch.library.Library("cosinegate", "DEF")
 LIBRARY.define("three_dots(Tensor s, Tensor r) -> Tensor")
+LIBRARY.define("statistics(Tensor x) -> Tensor")
 
 
 @torch.library.impl(LIBRARY, "three_dots", "CompositeExplicitAutograd")
@@ -92,7 +93,12 @@ def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
 
 
 def pooled_statistics(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, 3C): each channel's mean, standard deviation and maximum."""
+    """(B, C, H, W) -> (B, 3C): each channel's mean, standard deviation and maximum. Constants to autograd."""
+    return torch.ops.cosinegate.statistics(x.detach())
+
+
+@torch.library.impl(LIBRARY, "statistics", "CompositeExplicitAutograd")
+def statistics(x: Tensor) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     lines = x.permute(0, 2, 3, 1)  # in channels_last memory order, where a reduction over H runs over whole lines
@@ -100,6 +106,11 @@ def pooled_statistics(x: Tensor) -> Tensor:
     mean = lines.sum(1).sum(1) / pixels
     std = (lines.square().sum(1).sum(1) / pixels - mean.square()).clamp_min(0).sqrt()
     return torch.cat((mean, std, lines.amax(1).amax(1)), dim=1)
+
+
+@register_flop_formula(torch.ops.cosinegate.statistics)
+def _statistics_flops(x_shape: torch.Size, *args, **kwargs) -> int:
+    return 4 * x_shape.numel()  # a sum, a square and its sum, a comparison
 
 
 def cosine(inner: Tensor, square_u: Tensor, square_v: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cosinegate.choices import Sided
-from cosinegate.networks import Output
+from cosinegate.networks import Output, Routing
 from cosinegate.processes import Share, over_processes
 
 
@@ -62,6 +63,13 @@ class Objective(nn.Module):
         per_sample = gates.mean(1) if self.block_weights is None else gates @ self.block_weights
         return over_processes(self._weight * per_sample.mean())
 
+    @staticmethod
+    def prediction_error(routing: Routing) -> Tensor:
+        """The mean squared error over the blocks that have a gate; of the others neither value is a number."""
+        known = ~torch.isnan(routing.exact)
+        error = torch.where(known, routing.cir - routing.exact, torch.zeros_like(routing.cir))
+        return error.square().sum() / known.sum().clamp_min(1)
+
     @property
     def _weight(self) -> float:
         return 1.0 if self.share is None else self.share.weight
@@ -74,6 +82,6 @@ class Objective(nn.Module):
         cons = self._weight * output.routing.consistency.sum(1).mean()
         excess = self.mean_gate(output.routing.gates) - self.tau_target
         flops = self.prog * (excess.clamp_min(0.0) if self.sided is Sided.one else excess).square()
-        predict = self._weight * (output.routing.cir - output.routing.exact.detach()).square().nanmean()
+        predict = self._weight * self.prediction_error(output.routing)
         total = ce + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * predict
         return Losses(total, ce, cons, flops, predict)

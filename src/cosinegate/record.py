@@ -64,12 +64,16 @@ def write_metrics(folder: Path, rows: dict[int, Row]) -> None:
     write_atomically(folder / "metrics.csv", text.getvalue())
 
 
-def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
-    """Last and best validation accuracy, the epoch of the best (the first, if several), and the gates it had."""
+def accuracies(rows: dict[int, Row], at_budget: bool = False) -> dict[str, Any]:
+    """Last and best validation accuracy, the epoch of the best (the first, if several), and the gates it had.
+
+    With `at_budget` the epochs before prog(t) = 1 are no candidates, unless there is no other.
+    """
     validated = {epoch: row for epoch, row in rows.items() if "val/acc" in row}
     if not validated:
         return {}
-    best = max(validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
+    candidates = [epoch for epoch, row in validated.items() if not at_budget or row.get("schedule/prog", 1.0) >= 1]
+    best = max(candidates or validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
     found = {
         "last": validated[max(validated)]["val/acc"],
         "last_epoch": max(validated),

@@ -95,10 +95,11 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
             read_checkpoint(resumed)  # a damaged file is answered with a line
         if job is None:
             console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
-        chosen = best if config.data.validation is Validation.holdout else None
         try:
             with asked_too_much():
                 trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
+                # a run that ends before its gates are at their budget has no best epoch
+                chosen = best if config.data.validation is Validation.holdout and best.exists() else None
                 (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         except BaseException as error:
             _finish_wandb(exit_code=1)

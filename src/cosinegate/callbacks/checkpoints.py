@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from cosinegate.calibration import Budget
 from cosinegate.files import replacing
 
 
@@ -20,12 +22,22 @@ class AtomicCheckpoints(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
+class BestCheckpoint(ModelCheckpoint):
+    """The best epoch by validation accuracy. Calibrated gates on the way to their budget do not count: they compute
+    more than they will be allowed to.
+    """
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if all(part.prog >= 1 for part in pl_module.modules() if isinstance(part, Budget)):
+            super().on_train_epoch_end(trainer, pl_module)
+
+
 def checkpoints(folder: Path) -> list[ModelCheckpoint]:
     """Both are written when an epoch is over; last.ckpt after best.ckpt, so that it knows of it.
 
     One ModelCheckpoint with `save_last` would not do: it writes last.ckpt only when there is a new best one.
     """
     common: dict[str, Any] = {"dirpath": folder / "checkpoints", "save_top_k": 1, "save_on_train_epoch_end": True}
-    best = ModelCheckpoint(filename="best", monitor="val/acc", mode="max", enable_version_counter=False, **common)
+    best = BestCheckpoint(filename="best", monitor="val/acc", mode="max", enable_version_counter=False, **common)
     last = ModelCheckpoint(filename="last", enable_version_counter=False, **common)
     return [best, last]

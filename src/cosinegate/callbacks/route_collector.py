@@ -26,7 +26,7 @@ class RouteCollector(L.Callback):
     ) -> None:
         part = [batch[1], outputs.logits.argmax(1)]
         if outputs.routing is not None:
-            part += [outputs.routing.gates.bool(), outputs.routing.cir, outputs.routing.logits]
+            part += [outputs.routing.gates.bool(), outputs.routing.cir.float(), outputs.routing.logits.float()]
         self.parts.append(tuple(tensor.detach().cpu() for tensor in part))
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:

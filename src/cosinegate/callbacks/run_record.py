@@ -33,7 +33,7 @@ class RunRecord(L.Callback):
         self._write(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        gates = [p for block in pl_module.network.blocks if block.gate for p in block.gate.parameters()]
+        gates = {p for block in pl_module.network.blocks if block.gate for p in block.gate.parameters()}
         self.record["parameters"] = sum(p.numel() for p in pl_module.network.parameters())
         self.record["gate_parameters"] = sum(p.numel() for p in gates)
         self._write(trainer)
@@ -84,7 +84,7 @@ class RunRecord(L.Callback):
         last = rows[max(rows)] if rows else {}
         self.record |= {
             "epochs": {"planned": trainer.max_epochs, "done": max(rows, default=0)},
-            "accuracy": accuracies(rows) | self.tested,
+            "accuracy": accuracies(rows, self.record["calibration"] == "quantile") | self.tested,
             "mean_gate": last.get("gates/mean"),
             "skip_percent": last.get("gates/skip_percent"),
             "flops": {"counted": last.get("flops/counted"), "executed": last.get("flops/executed")},

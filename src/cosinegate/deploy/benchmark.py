@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cosinegate import console
+from cosinegate.choices import Checkpoint
 from cosinegate.commands import BenchmarkConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.export import CALIBRATION_IMAGES, write_int8
@@ -24,10 +25,11 @@ from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
+from cosinegate.deploy.trained import Trained, chosen_path, load_trained, run_folder_of
 from cosinegate.errors import UserError
-from cosinegate.evaluate import checkpoint_path, load_checkpoint
+from cosinegate.evaluate import load_checkpoint
 from cosinegate.files import replacing, write_atomically
+from cosinegate.lock import is_locked, locked
 from cosinegate.record import provenance, read_record, write_record
 from cosinegate.run import network_name
 
@@ -80,7 +82,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     if not asked.batches or min(asked.batches) < 1:
         raise UserError(f"batches = {list(asked.batches)}: must be numbers of images, each at least 1")
     torch.set_num_threads(asked.threads)
-    trained = load_trained(asked.run, asked.checkpoint.name, asked.root, asked.data_folder)
+    trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "benchmark"
     held_out = trained.held_out()
     if asked.budget is not None:
@@ -88,7 +90,11 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     images, labels = trained.data.whole_images("test", asked.images)
     if len(images) < max(asked.batches):
         raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
-    others = {name: model for run in asked.against for name, model in [_dense_run(run, asked.checkpoint.name, trained)]}
+    others = {name: model for run in asked.against for name, model in [_dense_run(run, asked.checkpoint, trained)]}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"folder = {folder}: cannot be written: {error.strerror}") from error
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
     flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
     dense = dense_flops(trained.eager, trained.data.image_set.shape)
@@ -96,7 +102,8 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
     counted = runtime.gates.float().mean().item()
-    own = run_folder_of(trained.path) if asked.budget is None else None
+    is_the_records = trained.path == chosen_path(asked.run, None) and asked.budget is None
+    own = run_folder_of(trained.path) if is_the_records else None
     models = {
         "dense": Model(without_gates(trained.folded), 1.0, 1.0, None),
         "skipping": Model(trained.folded, counted, executed, own),
@@ -118,7 +125,6 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "benchmark.json", json.dumps(found, indent=2) + "\n")
     write_atomically(folder / "benchmark.md", as_markdown(found))
     _draw(found, folder / "benchmark.png")
@@ -138,7 +144,7 @@ class Ways:
         for name, model in models.items():
             write_onnx(BatchForm(model.network), scratch / f"{name}.onnx", shape, one_image=False)
             write_onnx(BranchForm(model.network), scratch / f"{name}-one.onnx", shape, one_image=True)
-            if model.folder is None or model.skips:  # int8 is shown for the two that the run is about
+            if name in ("dense", "skipping"):  # int8 is shown for the two that the run is about
                 write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])
         self.sessions = {
             (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
@@ -254,7 +260,7 @@ def _rows(
         made.append(
             Row(name, engine, batch, way, median, (high - low) / median, *flops, ratio, median / fastest, bar, met)
         )
-    return made
+    return sorted(made, key=lambda row: row.engine)
 
 
 def _bar(engine: str, batch: int, executed: float) -> float | None:
@@ -263,9 +269,9 @@ def _bar(engine: str, batch: int, executed: float) -> float | None:
     return executed + ALLOWED["one"] if batch == 1 and engine == "onnxruntime" else None
 
 
-def _dense_run(run: str, checkpoint: str, beside: Trained) -> tuple[str, Model]:
+def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tuple[str, Model]:
     """A run of a dense network on the same data, with its FLOPs over those of the run that is benchmarked."""
-    path = checkpoint_path(Path(run), checkpoint)
+    path = chosen_path(run, checkpoint)
     module, config = load_checkpoint(path)
     if any(block.gate is not None for block in module.network.blocks):
         raise UserError(f"against = {run}: has gates; give runs of dense networks")
@@ -273,16 +279,24 @@ def _dense_run(run: str, checkpoint: str, beside: Trained) -> tuple[str, Model]:
         raise UserError(f"against = {run}: is on {config.data.name.name}, not on {beside.config.data.name.name}")
     shape = beside.data.image_set.shape
     share = dense_flops(module.network, shape) / dense_flops(beside.eager, shape)
-    return network_name(config.network), Model(folded(module.network), share, share, run_folder_of(path))
+    name = f"{config.name} {network_name(config.network)} s{config.seed}"
+    return name, Model(folded(module.network, shape[:2]), share, share, run_folder_of(path))
 
 
 def _into_records(models: dict[str, Model], rows: list[Row]) -> None:
     """`latency_ms`: the fastest form of a run at batch 1, all measured in the same minutes."""
     for name, model in models.items():
-        found = [row.ms_per_image for row in rows if row.batch == LATENCY_BATCH and row.model == name]
-        record = read_record(model.folder) if model.folder is not None else None
-        if record is not None and found:
-            write_record(model.folder, record | {"latency_ms": min(found), "latency_batch": LATENCY_BATCH})
+        measured = [row for row in rows if row.batch == LATENCY_BATCH and row.model == name]
+        measured = [row for row in measured if "int8" not in row.engine]  # its accuracy is not the record's
+        if model.folder is None or not (model.folder / "record.json").exists() or not measured:
+            continue
+        if is_locked(model.folder):
+            console.say(f"a process is at work in {model.folder}: its record gets no latency")
+            continue
+        best = min(measured, key=lambda row: row.ms_per_image)
+        latency = {"latency_ms": best.ms_per_image, "latency": {"batch": best.batch, "engine": best.engine}}
+        with locked(model.folder, wait=False):
+            write_record(model.folder, read_record(model.folder) | latency)
 
 
 def as_markdown(found: dict[str, Any]) -> str:
@@ -325,7 +339,7 @@ def _draw(found: dict[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
     axes.set(xlabel="images in a batch", ylabel="of the dense network, same engine", ylim=(0, None))
     axes.set_title(f"Time of the skipping forms, {found['threads']} thread(s)", fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=150)
     plt.close(figure)
@@ -348,4 +362,6 @@ def show(found: dict[str, Any]) -> None:
     ]
     columns = ("batch", "engine", "model", "way", "counted", "executed", "time ratio", "bar", "ms/image")
     console.show_table(f"{found['run']}, accuracy {console.percent(found['accuracy'])}", columns, rows)
+    console.say("time ratio: to the dense network on the same engine, each in its fastest way to run the batch")
+    console.say("bar: executed FLOPs plus 0.10 (batches of 64 and more) or 0.15 (one image on onnxruntime)")
     console.say(f"written to {found['folder']}")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -39,9 +38,9 @@ def export(asked: ExportConfig) -> dict[str, Any]:
         torch.set_num_threads(asked.threads)
     if not 0 <= asked.tolerance < 0.5:
         raise UserError(f"tolerance = {asked.tolerance}: must be at least 0 and below 0.5")
-    trained = load_trained(asked.run, asked.checkpoint.name, asked.root, asked.data_folder)
+    trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "export"
-    if folder.exists() and not (folder / "card.json").is_file():
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not is_export(folder)):
         raise UserError(f"folder = {folder}: is there and is no export; choose another")
     held_out = trained.held_out()
     if asked.budget is not None:
@@ -50,16 +49,28 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     changes = []
     if asked.specialise:
         trained.folded, changes = specialise(eager, held_out, asked.tolerance)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")
+    except OSError as error:
+        raise UserError(f"folder = {folder}: cannot be written: {error.strerror}") from error
+    with scratch as made:
         card = _write(trained, Path(made), asked, held_out, changes)
         write_atomically(Path(made) / "card.json", json.dumps(card, indent=2) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        Path(made).rename(folder)
-        Path(made).mkdir()  # what the context takes away
-    folder.chmod(0o755)
+        folder.mkdir(exist_ok=True)
+        (folder / "card.json").unlink(missing_ok=True)  # while files of two exports lie there, none is described
+        for path in sorted(Path(made).iterdir(), key=lambda path: path.name == "card.json"):
+            path.replace(folder / path.name)
     return card | {"folder": str(folder)}
+
+
+def is_export(folder: Path) -> bool:
+    """Whether the folder's card is one of ours."""
+    try:
+        card = json.loads((folder / "card.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(card, dict) and {"network", "forms", "files"} <= card.keys()
 
 
 def _write(
@@ -82,12 +93,25 @@ def _write(
         "checkpoint": str(trained.path),
         "data": data.name.name,
         "classes": list(trained.data.image_set.classes),
-        "input": {"shape": list(shape), "layout": "NCHW", "mean": list(data.mean), "std": list(data.std), "scale": 255},
+        "input": {
+            "name": "images",
+            "shape": ["batch", *shape],
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "formula": "(pixel / 255 - mean) / std, of pixels from 0 to 255, a mean and std a channel",
+        },
+        "output": {
+            "scores": ["batch", len(trained.data.image_set.classes)],
+            "gates": [i for i, block in enumerate(network.blocks) if block.head is not None],  # a column each
+        },
         "network": described(network),
         "budget": asked.budget,
+        "calibrated_on": f"{len(held_out)} {trained.held_out_words}",
+        "specialise": asked.specialise,
         "specialised": changes,
         "tolerance": {"scores": CLOSE, "why": "BatchNorm is folded into float32 convolutions; int8 promises nothing"},
         "test_images": len(images),
+        "mean_gate": forms["runtime"].pop("mean_gate"),
         "forms": forms,
         "files": {path.name: _sha256(path) for path in sorted(folder.iterdir())},
         "provenance": provenance(),
@@ -123,6 +147,11 @@ def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, thr
             "same_route": 1 - routed_otherwise(gates, route),
             "largest_difference": (theirs - scores).abs().max().item(),
         }
+        if name == "runtime":
+            found[name]["mean_gate"] = runtime.gates.float().mean().item()
+        if name != "int8.onnx":
+            form = found[name]
+            form["equal"] = form["same_class"] == form["same_route"] == 1 and form["largest_difference"] <= CLOSE
     return found
 
 
@@ -176,11 +205,17 @@ def show(card: dict[str, Any]) -> None:
         ("form", "accuracy", "same class", "same route", "largest difference"),
         rows,
     )
+    for name, form in card["forms"].items():
+        if form.get("equal") is False and not card["specialised"]:
+            console.say(f"warning: {name} is not the trained network: a route, a class or a score differs")
     for change in card["specialised"]:
         console.say(
             f"block {change['block']}: {change['done']}; {console.percent(change['otherwise'])} of the calibration "
             "images would have routed otherwise"
         )
+    if card["specialise"] and not card["specialised"]:
+        console.say("no gate was the same for all calibration images: nothing to specialise")
+    console.say(f"mean gate {card['mean_gate']:.3f} over all blocks, of {card['checkpoint']}")
     console.say(f"written to {card['folder']}")
 
 

@@ -54,9 +54,12 @@ class FoldedBlock(nn.Module):
 class FoldedNetwork(nn.Module):
     """Stem, blocks and head. Its forward is the masked form: F for all, and the identity where a gate is closed."""
 
-    def __init__(self, stem: nn.Conv2d, blocks: list[FoldedBlock], head: nn.Linear) -> None:
+    def __init__(
+        self, stem: nn.Conv2d, blocks: list[FoldedBlock], head: nn.Linear, size: tuple[int, int] | None
+    ) -> None:
         super().__init__()
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
+        self.size = size  # (H, W) of the images that it was trained on, where that is known
 
     def forward(self, images: Tensor) -> Tensor:
         x, seen = torch.relu(self.stem(images)), None
@@ -72,8 +75,11 @@ class FoldedNetwork(nn.Module):
         return self.head(geometry.global_average_pool(x))
 
 
-def folded(network: ResNet) -> FoldedNetwork:
-    """The deployable form of a trained network; one whose gates need F(x) first cannot skip anything."""
+def folded(network: ResNet, size: tuple[int, int] | None = None) -> FoldedNetwork:
+    """The deployable form of a network that was trained on images of a size (H, W).
+
+    One whose gates need F(x) first cannot skip anything.
+    """
     network = network.eval()
     blocks = []
     for block in network.blocks:
@@ -90,14 +96,14 @@ def folded(network: ResNet) -> FoldedNetwork:
             plain.head, plain.looks = _head(block.gate), block.looks
         blocks.append(plain)
     conv, bn, _ = network.stem
-    made = FoldedNetwork(fuse_conv_bn_eval(conv, bn), blocks, network.head)
+    made = FoldedNetwork(fuse_conv_bn_eval(conv, bn), blocks, network.head, size)
     return made.requires_grad_(False).eval().to(memory_format=torch.channels_last)
 
 
 def without_gates(network: FoldedNetwork) -> FoldedNetwork:
     """The dense network of the same weights: what a comparison of times needs."""
     blocks = [FoldedBlock(b.conv1, b.conv2, b.shortcut, b.post_activation) for b in network.blocks]
-    return FoldedNetwork(network.stem, blocks, network.head).eval()
+    return FoldedNetwork(network.stem, blocks, network.head, network.size).eval()
 
 
 def _activates(block: ResidualBlock) -> bool:

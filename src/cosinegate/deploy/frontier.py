@@ -25,7 +25,7 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
         raise UserError("budgets = []: give at least one mean gate, as in budgets=[0.6,0.7]")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
-    trained = load_trained(asked.run, asked.checkpoint.name, asked.root, asked.data_folder)
+    trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     for budget in asked.budgets:
         trained.check_budget(budget)
     held_out = trained.held_out()

@@ -110,9 +110,12 @@ class SkippingNetwork:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        channels = self.network.stem.in_channels
-        if images.dim() != 4 or images.shape[1] != channels:
-            raise UserError(f"images have shape {tuple(images.shape)}: must be (batch, {channels}, height, width)")
+        channels, size = self.network.stem.in_channels, self.network.size
+        if images.dim() != 4 or images.shape[1] != channels or size not in (None, tuple(images.shape[2:])):
+            wanted = ", ".join(map(str, size or ("height", "width")))
+            raise UserError(f"images have shape {tuple(images.shape)}: must be (batch, {channels}, {wanted})")
+        if images.dtype != self.network.stem.weight.dtype:
+            raise UserError(f"images are {images.dtype}: must be normalised {self.network.stem.weight.dtype}")
         self.gates = torch.ones(len(images), len(self.blocks), dtype=torch.bool)
         if len(images) == 0:
             return images.new_zeros(0, self.network.head.out_features)

@@ -8,13 +8,15 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from cosinegate.calibration import Budget, Quantile, calibrate
-from cosinegate.choices import Sharing, Validation
+from cosinegate.choices import Checkpoint, Sharing, Validation
+from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.folded import FoldedNetwork, folded
 from cosinegate.errors import UserError
 from cosinegate.evaluate import checkpoint_path, load_checkpoint
 from cosinegate.gates import PredictiveGate
 from cosinegate.networks import ResNet
+from cosinegate.record import read_record
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Trained:
             if not isinstance(gate.opening, Quantile):
                 gate.opening = Quantile(plan, place, temperature=1.0).eval()
         reached = calibrate(self.eager, shares, images)
-        self.folded = folded(self.eager)
+        self.folded = folded(self.eager, self.folded.size)
         return reached
 
     def check_budget(self, budget: float) -> None:
@@ -74,14 +76,24 @@ def run_folder_of(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
-def load_trained(run: str, checkpoint: str, root: str | None = None, folder: str | None = None) -> Trained:
+def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
+    """The checkpoint that was asked for; if none was, the one that the record's test accuracy is of."""
+    if checkpoint is not None or not Path(run).is_dir():
+        return checkpoint_path(Path(run), (checkpoint or Checkpoint.last).name)
+    accuracy = (read_record(Path(run)) or {}).get("accuracy", {})
+    return checkpoint_path(Path(run), accuracy.get("test_of", Checkpoint.last.name))
+
+
+def load_trained(
+    run: str, checkpoint: Checkpoint | None = None, root: str | None = None, folder: str | None = None
+) -> Trained:
     """Ends with one line where there is nothing that could be skipped."""
-    path = checkpoint_path(Path(run), checkpoint)
+    path = chosen_path(run, checkpoint)
     module, config = load_checkpoint(path)
     if all(block.gate is None for block in module.network.blocks):
         raise UserError(f"{path}: a dense network has no gates, so there is nothing to skip")
     try:
-        plain = folded(module.network)
+        plain = folded(module.network, IMAGE_SETS[config.data.name.name].shape[:2])
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     config.data.root, config.data.folder = root or config.data.root, folder or config.data.folder

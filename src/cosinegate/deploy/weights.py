@@ -1,5 +1,6 @@
 """The deployed network as safetensors weights and the JSON that rebuilds it: data, with no code in it."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def described(network: FoldedNetwork) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "in_channels": network.stem.in_channels,
+        "size": network.size,
         "width": network.stem.out_channels,
         "classes": network.head.out_features,
         "blocks": [
@@ -47,21 +49,25 @@ def rebuilt(card: dict[str, Any], path: Path) -> FoldedNetwork:
             raise UserError(f"{path}: format {card['format']}, this program reads {FORMAT}")
         blocks = [_block(**block) for block in card["blocks"]]
         stem = nn.Conv2d(card["in_channels"], card["width"], 3, padding=1)
-        network = FoldedNetwork(stem, blocks, nn.Linear(blocks[-1].conv1.out_channels, card["classes"]))
+        head, size = nn.Linear(blocks[-1].conv1.out_channels, card["classes"]), card["size"]
+        network = FoldedNetwork(stem, blocks, head, size and tuple(size))
         network.load_state_dict(load_file(path))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: not the weights of its card: {' '.join(str(error).split())[:200]}") from error
     return network.requires_grad_(False).eval().to(memory_format=torch.channels_last)
 
 
-def read_exported(folder: Path) -> FoldedNetwork:
-    """What `write_weights` left in an export's folder."""
-    path = folder / "card.json"
+def read_exported(folder: str | Path) -> FoldedNetwork:
+    """The network in an export's folder, if its weights are those of the card."""
+    path, weights = Path(folder) / "card.json", Path(folder) / "weights.safetensors"
     try:
-        card = json.loads(path.read_text())["network"]
+        card = json.loads(path.read_text())
+        network, digest = card["network"], card["files"][weights.name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not an export's card: {error}") from error
-    return rebuilt(card, folder / "weights.safetensors")
+    if not weights.is_file() or hashlib.sha256(weights.read_bytes()).hexdigest() != digest:
+        raise UserError(f"{weights}: not the file that its card describes: missing or damaged")
+    return rebuilt(network, weights)
 
 
 def write_weights(network: FoldedNetwork, path: Path) -> None:

@@ -12,13 +12,12 @@ STATISTICS = 3  # mean, standard deviation and maximum of a channel
 
 
 class Predictor(nn.Module):
-    """ĉ(x): a small MLP that starts at 1, the CIR of a residual at right angles to its input."""
+    """ĉ(x): a small MLP that starts near 1, the CIR of a residual at right angles to its input."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
         self.w1 = nn.Linear(features, hidden)
         self.w2 = nn.Linear(hidden, 1)
-        nn.init.zeros_(self.w2.weight)
         nn.init.ones_(self.w2.bias)
 
     def forward(self, pooled: Tensor) -> Tensor:
@@ -57,6 +56,7 @@ class PredictiveGate(CosineGate):
         return Decision(gate, logit, predicted, exact, agrees)
 
     def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        seen = seen.to(self.predictor.w1.weight.dtype)
         with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit
             predicted = self.predictor(seen)
             return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)

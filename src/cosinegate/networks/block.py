@@ -73,7 +73,7 @@ class ResidualBlock(nn.Module):
 
     def look(self, x: Tensor, seen: Tensor | None) -> Tensor | None:
         """What its gate is shown: the statistics of x, or what an earlier block of the stage saw. A constant."""
-        return geometry.pooled_statistics(x.detach()) if self.looks else seen
+        return geometry.pooled_statistics(x) if self.looks else seen
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, BlockRouting | None]:
         """`seen` is what `look` gave."""
