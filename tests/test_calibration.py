@@ -60,6 +60,7 @@ def test_training_opens_the_share_of_every_batch_and_evaluation_each_sample_by_i
     assert opened.gate.sum().item() == pytest.approx(200 * share, abs=1)
     assert set(opened.gate.tolist()) == {0.0, 1.0}
     assert logit[opened.gate == 1].min() > opened.turn > logit[opened.gate == 0].max() - 1e-6
+    assert opening(torch.ones(200)).gate.sum() == opened.gate.sum()  # of equal logits as many
     opening.eval()
     opening.threshold.fill_(3.0)
     assert torch.equal(opening(logit).gate, (logit > 3).float())

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate import geometry
 from cosinegate.build import build_module, build_network
+from cosinegate.calibration import turn_for
 from cosinegate.choices import Measure
 from cosinegate.geometry import Dots
 from cosinegate.lit import LitCosineGate
@@ -101,7 +102,7 @@ def test_the_decision_in_training_does_not_look_at_f(rng):
     third = block.gate(seen, Dots(*(torch.rand(16, generator=rng) + 0.1 for _ in range(3)), torch.zeros(16)))
     assert not torch.allclose(first.logit, third.logit)
     offset = block.gate.controller(seen)
-    turn = torch.quantile(third.logit, 1 - block.gate.opening.budget.shares()[0])
+    turn = turn_for(third.logit, block.gate.opening.budget.shares()[0])
     by_predicted, by_exact = (block.gate.gamma * (value + offset) > turn for value in (third.cir, third.exact))
     assert torch.equal(third.agrees.bool(), by_predicted == by_exact)
     assert 0 < third.agrees.mean() < 1

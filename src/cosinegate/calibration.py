@@ -93,10 +93,10 @@ class Quantile(nn.Module):
             nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
             return Opened(1.0 + nothing, logit.new_tensor(-math.inf))  # DDP wants every parameter to have a gradient
         logits = _of_all_processes(logit.detach(), self.budget.share)
-        turn = torch.quantile(logits.to(torch.promote_types(logits.dtype, torch.float32)), 1 - share).to(logits.dtype)
+        turn = logit.new_tensor(turn_for(logits, share))
         scale = self.temperature * logits.std(correction=0).clamp_min(LEAST_SPREAD)
         soft = torch.sigmoid((logit - turn) / scale)
-        z = (logit > turn).to(logit.dtype) + (soft - soft.detach())  # exactly 0 or 1
+        z = _highest(logits, share, self.budget.share).to(logit.dtype) + (soft - soft.detach())  # exactly 0 or 1
         if self.budget.worth is not None:
             near = soft.detach() * (1 - soft.detach())  # the samples near the threshold speak for the block
             of_all = torch.sigmoid((logits - turn) / scale)
@@ -139,6 +139,13 @@ def turn_for(logits: Tensor, share: float) -> float:
         return -math.inf
     falling = logits.sort(descending=True).values
     return ((falling[number - 1] + falling[number]) / 2).item()
+
+
+def _highest(logits: Tensor, share: float, own: Share | None) -> Tensor:
+    """Whether each of this process's samples is among the share of all with the highest logits; of equals, any."""
+    is_open = torch.zeros_like(logits, dtype=torch.bool)
+    is_open[logits.argsort(descending=True, stable=True)[: round(share * len(logits))]] = True
+    return is_open if own is None else is_open[own.start : own.stop]
 
 
 def _of_all_processes(logit: Tensor, share: Share | None) -> Tensor:
