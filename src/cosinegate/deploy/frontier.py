@@ -79,6 +79,7 @@ def _draw(points: list[dict[str, Any]], name: str, path: Path) -> Path:
     axes.set(xlabel="FLOPs executed (dense network = 1)", ylabel="test accuracy (%)")
     axes.set_title(f"{name}: one checkpoint, thresholds calibrated to each budget", fontsize=10)
     axes.grid(alpha=0.3)
+    axes.margins(0.1)
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=150)
     plt.close(figure)
