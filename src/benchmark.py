@@ -8,7 +8,8 @@ from cosinegate.config import require
 
 def task(config: DictConfig) -> None:
     require(config)
-    from cosinegate.deploy.benchmark import benchmark, show
+    from cosinegate.deploy.benchmark import benchmark
+    from cosinegate.deploy.benchmark_table import show
 
     show(benchmark(config))
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,15 +19,16 @@ from cosinegate import console
 from cosinegate.choices import Checkpoint
 from cosinegate.commands import BenchmarkConfig
 from cosinegate.config import require_positive
-from cosinegate.deploy.export import CALIBRATION_IMAGES, write_int8
+from cosinegate.deploy.benchmark_table import as_markdown, draw
 from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
+from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import Trained, chosen_path, load_trained, run_folder_of
+from cosinegate.deploy.trained import Trained, chosen_path, is_the_records, load_trained, run_folder_of
 from cosinegate.errors import UserError
 from cosinegate.evaluate import load_checkpoint
-from cosinegate.files import replacing, write_atomically
+from cosinegate.files import write_atomically
 from cosinegate.lock import is_locked, locked
 from cosinegate.record import provenance, read_record, write_record
 from cosinegate.run import network_name
@@ -102,8 +102,9 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
     counted = runtime.gates.float().mean().item()
-    is_the_records = trained.path == chosen_path(asked.run, None) and asked.budget is None
-    own = run_folder_of(trained.path) if is_the_records else None
+    own = run_folder_of(trained.path)
+    if asked.budget is not None or not is_the_records(trained.path):
+        own = None  # the record's accuracy is of another network
     models = {
         "dense": Model(without_gates(trained.folded), 1.0, 1.0, None),
         "skipping": Model(trained.folded, counted, executed, own),
@@ -127,7 +128,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     }
     write_atomically(folder / "benchmark.json", json.dumps(found, indent=2) + "\n")
     write_atomically(folder / "benchmark.md", as_markdown(found))
-    _draw(found, folder / "benchmark.png")
+    draw(found, folder / "benchmark.png")
     _into_records(models, rows)
     return found | {"folder": str(folder)}
 
@@ -199,6 +200,7 @@ class Ways:
 def compiled_form(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
     """torch.compile's form for one batch size, where there is a compiler for it and it succeeds."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
+        console.say("there is no C++ compiler: torch.compile is left out")
         return {}
     import torch._inductor.config as inductor
 
@@ -297,71 +299,3 @@ def _into_records(models: dict[str, Model], rows: list[Row]) -> None:
         latency = {"latency_ms": best.ms_per_image, "latency": {"batch": best.batch, "engine": best.engine}}
         with locked(model.folder, wait=False):
             write_record(model.folder, read_record(model.folder) | latency)
-
-
-def as_markdown(found: dict[str, Any]) -> str:
-    lines = [
-        f"# {found['run']} on {found['data']}, {found['threads']} thread(s)",
-        "",
-        f"Test accuracy {100 * found['accuracy']:.2f}%. "
-        "Time ratios are to the dense network on the same engine, medians of models that took turns in one process; "
-        "`spread` is the middle half of the rounds. "
-        "`bar` is the executed FLOPs plus what is allowed for gates, gather and scatter.",
-        "",
-        "| batch | engine | model | way | FLOPs counted | FLOPs executed | time ratio | bar | ms an image | spread | "
-        "to fastest dense |",
-        "|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in found["rows"]:
-        bar = "" if row["bar"] is None else f"{row['bar']:.3f} {'met' if row['met'] else 'missed'}"
-        lines.append(
-            f"| {row['batch']} | {row['engine']} | {row['model']} | {row['way']} | {row['counted']:.3f} | "
-            f"{row['executed']:.3f} | {row['time_ratio']:.3f} | {bar} | {row['ms_per_image']:.3f} | "
-            f"{row['spread']:.2f} | {row['to_fastest']:.3f} |"
-        )
-    return "\n".join([*lines, "", f"Command: `python {found['provenance']['command']}`", ""])
-
-
-def _draw(found: dict[str, Any], path: Path) -> None:
-    rows = [row for row in found["rows"] if row["model"] == "skipping"]
-    batches, engines = (sorted({row[key] for row in rows}, key=str) for key in ("batch", "engine"))
-    batches = sorted(batches)
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    width = 0.8 / len(engines)
-    for place, engine in enumerate(engines):
-        ratios = [next(r["time_ratio"] for r in rows if r["engine"] == engine and r["batch"] == b) for b in batches]
-        positions = [i - 0.4 + width * (place + 0.5) for i in range(len(batches))]
-        bars = axes.bar(positions, ratios, width * 0.95, label=f"time, {engine}")
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.axhline(found["counted"], color="tab:gray", linestyle=":", label=f"FLOPs counted {found['counted']:.2f}")
-    axes.axhline(found["executed"], color="black", linestyle="--", label=f"FLOPs executed {found['executed']:.2f}")
-    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-    axes.set(xlabel="images in a batch", ylabel="of the dense network, same engine", ylim=(0, None))
-    axes.set_title(f"Time of the skipping forms, {found['threads']} thread(s)", fontsize=10)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=150)
-    plt.close(figure)
-
-
-def show(found: dict[str, Any]) -> None:
-    rows = [
-        (
-            str(row["batch"]),
-            row["engine"],
-            row["model"],
-            row["way"],
-            f"{row['counted']:.3f}",
-            f"{row['executed']:.3f}",
-            f"{row['time_ratio']:.3f}",
-            "" if row["bar"] is None else f"{row['bar']:.3f} {'met' if row['met'] else 'missed'}",
-            f"{row['ms_per_image']:.3f}",
-        )
-        for row in found["rows"]
-    ]
-    columns = ("batch", "engine", "model", "way", "counted", "executed", "time ratio", "bar", "ms/image")
-    console.show_table(f"{found['run']}, accuracy {console.percent(found['accuracy'])}", columns, rows)
-    console.say("time ratio: to the dense network on the same engine, each in its fastest way to run the batch")
-    console.say("bar: executed FLOPs plus 0.10 (batches of 64 and more) or 0.15 (one image on onnxruntime)")
-    console.say(f"written to {found['folder']}")

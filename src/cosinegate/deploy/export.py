@@ -2,22 +2,19 @@
 
 import hashlib
 import json
-import logging
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor
 
 from cosinegate import console
 from cosinegate.commands import ExportConfig
 from cosinegate.config import require_positive
+from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import routed_otherwise, specialise
@@ -27,7 +24,6 @@ from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.record import provenance
 
-CALIBRATION_IMAGES = 512  # whose activations give the int8 form its scales
 CLOSE = 1e-4  # folding BatchNorm reorders sums of some hundred float32 products: scores move in the sixth digit
 
 
@@ -45,10 +41,9 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     held_out = trained.held_out()
     if asked.budget is not None:
         trained.calibrate(asked.budget, held_out)
-    eager = trained.folded
     changes = []
     if asked.specialise:
-        trained.folded, changes = specialise(eager, held_out, asked.tolerance)
+        trained.folded, changes = specialise(trained.folded, held_out, asked.tolerance)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")
@@ -160,34 +155,6 @@ def eager_forward(trained: Trained, images: Tensor) -> tuple[Tensor, Tensor]:
     """Scores and gates (B, N) of the network as it was trained."""
     outputs = [trained.eager(part) for part in images.split(250)]
     return torch.cat([o.logits for o in outputs]), torch.cat([o.routing.gates for o in outputs]).bool()
-
-
-class _Images(CalibrationDataReader):
-    def __init__(self, images: Tensor) -> None:
-        self.batches = iter(images.contiguous().split(64))
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        batch = next(self.batches, None)
-        return None if batch is None else {"images": batch.numpy()}
-
-
-def write_int8(source: Path, path: Path, images: Tensor) -> None:
-    """Convolutions in int8, one scale a channel; the gates stay in float32, for a route is a comparison."""
-    with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as scratch:
-        logging.getLogger().setLevel(logging.ERROR)
-        prepared = Path(scratch) / "prepared.onnx"
-        quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
-        quantize_static(
-            str(prepared),
-            str(path),
-            _Images(images),
-            quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=["Conv"],
-            per_channel=True,
-            activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
-            extra_options={"ActivationSymmetric": False, "WeightSymmetric": True},
-        )
 
 
 def show(card: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import copy
 import io
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,10 +84,8 @@ def write_onnx(form: OnnxForm, path: Path, shape: tuple[int, int, int], one_imag
     form = form.eval().to(memory_format=torch.contiguous_format)
     images = torch.zeros(1 if one_image else 3, *shape)
     dynamic = None if one_image else ({0: torch.export.Dim("batch", min=1)},)
-    names = ["scores", "gates"][: len(form(images)) if not one_image else 2]
-    if all(block.head is None for block in form.network.blocks):
-        names = ["scores"]
-    with _quietly():
+    names = ["scores", "gates"] if any(block.head is not None for block in form.network.blocks) else ["scores"]
+    with quietly():
         program = torch.onnx.export(
             form, (images,), dynamo=True, input_names=["images"], output_names=names, dynamic_shapes=dynamic
         )
@@ -98,7 +97,7 @@ def write_onnx(form: OnnxForm, path: Path, shape: tuple[int, int, int], one_imag
 
 def keep_weights_in_branches(model: onnx.ModelProto) -> onnx.ModelProto:
     """Moves what only a branch uses into it. onnxruntime lays out a convolution for speed only where its weights are
-    constants of the same graph: an open branch is 1.3 times as fast.
+    constants of the same graph. With every gate open it took 1.16 of the dense network's time so, and 1.46 before.
     """
     graph = model.graph
     used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
@@ -130,10 +129,12 @@ def run_onnx(
 
 
 @contextlib.contextmanager
-def _quietly():  # noqa: ANN202
-    """The exporter tells its steps on stdout and its inner deprecations as warnings."""
-    level = logging.getLogger("torch.onnx").level
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        yield
-    logging.getLogger("torch.onnx").setLevel(level)
+def quietly() -> Iterator[None]:
+    """Exporter and quantiser tell their steps on stdout and in the log, and inner deprecations as warnings."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)

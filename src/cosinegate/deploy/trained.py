@@ -84,6 +84,13 @@ def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
     return checkpoint_path(Path(run), accuracy.get("test_of", Checkpoint.last.name))
 
 
+def is_the_records(checkpoint: Path) -> bool:
+    """Whether a checkpoint is the one that its run's record has the test accuracy of."""
+    folder = run_folder_of(checkpoint)
+    record = read_record(folder)
+    return record is not None and checkpoint.resolve() == chosen_path(str(folder), None).resolve()
+
+
 def load_trained(
     run: str, checkpoint: Checkpoint | None = None, root: str | None = None, folder: str | None = None
 ) -> Trained:

@@ -1,0 +1,76 @@
+"""What the benchmark found, as a table and as a figure."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from cosinegate import console
+from cosinegate.files import replacing
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    lines = [
+        f"# {found['run']} on {found['data']}, {found['threads']} thread(s)",
+        "",
+        f"Test accuracy {100 * found['accuracy']:.2f}%. "
+        "Time ratios are to the dense network on the same engine, medians of models that took turns in one process; "
+        "`spread` is the middle half of the rounds. "
+        "`bar` is the executed FLOPs plus what is allowed for gates, gather and scatter.",
+        "",
+        "| batch | engine | model | way | FLOPs counted | FLOPs executed | time ratio | bar | ms an image | spread | "
+        "to fastest dense |",
+        "|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        bar = "" if row["bar"] is None else f"{row['bar']:.3f} {'met' if row['met'] else 'missed'}"
+        lines.append(
+            f"| {row['batch']} | {row['engine']} | {row['model']} | {row['way']} | {row['counted']:.3f} | "
+            f"{row['executed']:.3f} | {row['time_ratio']:.3f} | {bar} | {row['ms_per_image']:.3f} | "
+            f"{row['spread']:.2f} | {row['to_fastest']:.3f} |"
+        )
+    return "\n".join([*lines, "", f"Command: `python {found['provenance']['command']}`", ""])
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    rows = [row for row in found["rows"] if row["model"] == "skipping"]
+    batches, engines = (sorted({row[key] for row in rows}) for key in ("batch", "engine"))
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    width = 0.8 / len(engines)
+    for place, engine in enumerate(engines):
+        ratios = [next(r["time_ratio"] for r in rows if r["engine"] == engine and r["batch"] == b) for b in batches]
+        positions = [i - 0.4 + width * (place + 0.5) for i in range(len(batches))]
+        bars = axes.bar(positions, ratios, width * 0.95, label=f"time, {engine}")
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.axhline(found["counted"], color="tab:gray", linestyle=":", label=f"FLOPs counted {found['counted']:.2f}")
+    axes.axhline(found["executed"], color="black", linestyle="--", label=f"FLOPs executed {found['executed']:.2f}")
+    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set(xlabel="images in a batch", ylabel="of the dense network, same engine", ylim=(0, None))
+    axes.set_title(f"Time of the skipping forms, {found['threads']} thread(s)", fontsize=10)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+    plt.close(figure)
+
+
+def show(found: dict[str, Any]) -> None:
+    rows = [
+        (
+            str(row["batch"]),
+            row["engine"],
+            row["model"],
+            row["way"],
+            f"{row['counted']:.3f}",
+            f"{row['executed']:.3f}",
+            f"{row['time_ratio']:.3f}",
+            "" if row["bar"] is None else f"{row['bar']:.3f} {'met' if row['met'] else 'missed'}",
+            f"{row['ms_per_image']:.3f}",
+        )
+        for row in found["rows"]
+    ]
+    columns = ("batch", "engine", "model", "way", "counted", "executed", "time ratio", "bar", "ms/image")
+    console.show_table(f"{found['run']}, accuracy {console.percent(found['accuracy'])}", columns, rows)
+    console.say("time ratio: to the dense network on the same engine, each in its fastest way to run the batch")
+    console.say("bar: executed FLOPs plus 0.10 (batches of 64 and more) or 0.15 (one image on onnxruntime)")
+    console.say(f"written to {found['folder']}")

@@ -1,0 +1,40 @@
+"""The batch form with int8 convolutions, for edge devices, by onnxruntime's own tools."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from torch import Tensor
+
+from cosinegate.deploy.onnx_forms import quietly
+
+CALIBRATION_IMAGES = 512  # whose activations give the convolutions their scales
+
+
+class _Images(CalibrationDataReader):
+    def __init__(self, images: Tensor) -> None:
+        self.batches = iter(images.contiguous().split(64))
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        batch = next(self.batches, None)
+        return None if batch is None else {"images": batch.numpy()}
+
+
+def write_int8(source: Path, path: Path, images: Tensor) -> None:
+    """Convolutions in int8, one scale a channel; the gates stay in float32, for a route is a comparison."""
+    with quietly(), tempfile.TemporaryDirectory() as scratch:
+        prepared = Path(scratch) / "prepared.onnx"
+        quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+        quantize_static(
+            str(prepared),
+            str(path),
+            _Images(images),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=["Conv"],
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            extra_options={"ActivationSymmetric": False, "WeightSymmetric": True},
+        )
