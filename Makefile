@@ -35,7 +35,7 @@ train: setup ## train an experiment: make train EXPERIMENT=balanced ARGS='seed=1
 data: setup ## fetch and verify a data set ahead: make data DATA=cifar10
 	$(BIN)/python -m cosinegate.data $(DATA) $(ARGS)
 
-pareto: $(if $(filter $(X),counted executed latency),,$(error X=$(X): must be counted, executed or latency))
+pareto: $(if $(filter $(X),counted executed mflops latency),,$(error X=$(X): must be counted, executed, mflops or latency))
 pareto: setup ## draw the frontier of RUNS='runs ...'; SWEEP=quick trains what is missing first; X=executed
 ifeq ($(SWEEP),)
 	$(BIN)/python src/pareto.py 'runs=[$(subst $(space),$(comma),$(strip $(RUNS)))]' x=$(X) $(ARGS)

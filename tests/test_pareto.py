@@ -120,6 +120,27 @@ def test_each_axis_is_its_own_figure_and_latency_waits_for_a_measurement(record,
         drawn(f"folder={tmp_path}/file")
 
 
+def test_absolute_costs_compare_networks_of_different_size(record, tmp_path, drawn):
+    """A smaller dense network beside a larger gated one: in units of its own FLOPs it would look as dear."""
+    flops = {"executed": 1.0, "dense_per_image": 2_000_000}
+    write(tmp_path / "runs", record, 0.9, 1.0, gate="none", network="resnet20-w16", flops=flops)
+    smaller = flops | {"dense_per_image": 1_500_000}
+    write(tmp_path / "runs", record, 0.8, 1.0, gate="none", network="resnet2-2-3-w16", identity="small", flops=smaller)
+    gated = flops | {"executed": 0.7}
+    write(tmp_path / "runs", record, 0.85, 0.6, network="resnet20-w16", flops=gated)
+    folder = tmp_path / "pareto"
+    drawn("x=executed")
+    assert len(list(folder.glob("*executed.png"))) == 2
+    drawn("x=mflops")
+    (table,) = folder.glob("*all-networks*mflops.md")
+    lines = [line.split(" | ") for line in table.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [line[6] for line in lines] == ["2.00", "1.40", "1.50"]
+    assert [line[0] for line in lines] == ["| ★", "| ★", "| "]
+    assert "resnet2-2-3-w16 dense" in lines[2][1]
+    write(tmp_path / "runs", record, 0.9, 1.0, identity="old", flops={"executed": 1.0})
+    assert "1 configurations have no mflops" in drawn("x=mflops")[0]
+
+
 def test_labels_say_what_sets_a_configuration_apart(record, tmp_path):
     for name, text in (("a", ""), ("b", "polarity: novelty"), ("c", "hard: true"), ("d", "reduction: 4")):
         made = record[1]
@@ -127,7 +148,7 @@ def test_labels_say_what_sets_a_configuration_apart(record, tmp_path):
             if text.startswith(key):
                 made = re.sub(rf"{key}: .*", text, made)
         write(tmp_path, (record[0], made), 0.9, 0.5, tau=0.7, identity=name, seed=ord(name))
-    (configurations,) = families(find_runs([tmp_path], print)).values()
+    (configurations,) = families(find_runs([tmp_path], print), "counted").values()
     assert {one.label for one in configurations} == {
         "digits as it is",
         "gate.polarity=novelty",
@@ -201,6 +222,6 @@ def test_the_frontier_is_of_the_means(record, tmp_path):
     for seed, accuracy in enumerate((0.99, 0.71)):  # a lucky seed alone would be on the frontier
         write(tmp_path, record, accuracy, 0.6, tau=0.6, seed=seed)
     write(tmp_path, record, 0.9, 0.5, tau=0.5)
-    (configurations,) = families(find_runs([tmp_path], print)).values()
+    (configurations,) = families(find_runs([tmp_path], print), "counted").values()
     marked = pareto.mark(configurations, "counted")
     assert [(one.label, one.on_frontier) for one in marked] == [("τ=0.5", True), ("τ=0.6", False)]

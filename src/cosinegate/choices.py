@@ -107,6 +107,7 @@ class Cost(Enum):
 
     counted = "counted"  # the mean gate, as the paper counts
     executed = "executed"  # FLOPs that ran, over the dense network's
+    mflops = "mflops"  # millions of FLOPs that ran, an image
     latency = "latency"  # measured milliseconds an image
 
 

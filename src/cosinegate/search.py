@@ -55,8 +55,8 @@ def _check(options: DictConfig, run_dir: str | None, gate: GateKind) -> None:
     for key, least in (("trials", 1), ("population", 2)):
         if options[key] < least:
             raise UserError(f"search.{key} = {options[key]}: must be at least {least}")
-    if options.cost is Cost.latency:
-        raise UserError("search.cost = latency: training measures counted or executed FLOPs")
+    if options.cost not in (Cost.counted, Cost.executed):
+        raise UserError(f"search.cost = {options.cost.name}: a search's trials have counted or executed FLOPs")
     if run_dir is not None:
         raise UserError(f"run_dir = {run_dir}: a search's trials have a folder each; runs_dir is where they lie")
     if gate is GateKind.none:

@@ -10,7 +10,7 @@ import matplotlib
 
 from cosinegate.analysis.frontier import Point, hypervolume, on_frontier
 from cosinegate.analysis.quoted import QUOTED
-from cosinegate.analysis.runs import Configuration, Family, Run
+from cosinegate.analysis.runs import ABSOLUTE, ALL_NETWORKS, Configuration, Family, Run
 from cosinegate.errors import UserError
 from cosinegate.files import replacing, write_atomically
 
@@ -22,8 +22,10 @@ plt.rcParams["svg.hashsalt"] = "cosinegate"  # the same runs, the same file
 AXES = {
     "counted": "FLOPs counted: mean gate (the paper's figure)",
     "executed": "FLOPs executed / dense network's (measured)",
+    "mflops": "MFLOPs executed an image (measured)",
     "latency": "latency in ms an image (measured)",
 }
+FORMATS = {"mflops": ("MFLOPs", "{:.2f}"), "latency": ("ms an image", "{:.3f}")}  # columns that a table gets
 CHANCE = 0.1  # ten classes
 LONGEST = 44  # letters that have room beside a point
 MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond the slowest run
@@ -43,7 +45,7 @@ def points(configurations: list[Configuration], x: str) -> list[Point]:
 
 def reference_point(configurations: list[Configuration], x: str) -> Point:
     """The stated corner that a hypervolume is measured from."""
-    dearest = max(one.cost(x)[0] for one in configurations) if x == "latency" else 1.0
+    dearest = max(one.cost(x)[0] for one in configurations) if x in ABSOLUTE else 1.0
     return MARGIN * dearest, CHANCE
 
 
@@ -54,7 +56,8 @@ def stem(family: Family, x: str) -> str:
 
 def title(family: Family) -> str:
     data, network, epochs, chosen_on = family
-    return f"{data}, {network}, {epochs} epochs" + ("" if chosen_on == "test" else f", chosen on {chosen_on}")
+    words = [data, "all networks" if network == ALL_NETWORKS else network, f"{epochs} epochs"]
+    return ", ".join(words + ([] if chosen_on == "test" else [f"chosen on {chosen_on}"]))
 
 
 def write_pareto(
@@ -103,7 +106,8 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
         plt.Line2D([], [], color="C1", label="frontier of the means"),
     ]
     if any(one.is_dense for one in configurations):
-        handles.append(plt.Line2D([], [], color="black", marker="s", label=f"dense {network.partition('-')[0]}"))
+        dense = "dense" if network == ALL_NETWORKS else f"dense {network.partition('-')[0]}"
+        handles.append(plt.Line2D([], [], color="black", marker="s", label=dense))
     if quoted:
         label = "quoted from the paper (ResNet-20), not measured"
         handles.append(plt.Line2D([], [], color="grey", marker="D", fillstyle="none", linestyle="", label=label))
@@ -113,7 +117,7 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     axis.set(xlabel=AXES[x], ylabel="test accuracy, hard gates (%)")
     axis.set_title(
         f"{title(family)}: {len(configurations)} configurations, {runs} runs\n"
-        f"their executed FLOPs: {min(executed):.3f} to {max(executed):.3f} of the dense network's"
+        f"their executed FLOPs: {min(executed):.3f} to {max(executed):.3f} of the same network's without gates"
     )
     axis.grid(alpha=0.3)
     for kind in ("png", "svg"):
@@ -184,10 +188,10 @@ def as_markdown(family: Family, configurations: list[Configuration], x: str, ref
         "Test accuracy with hard gates, mean ± standard deviation over seeds.",
         f"Hypervolume {area:.4f}, up to the reference ({x} {reference[0]:.3g}, accuracy {reference[1]:.3g}).",
         "",
-        "| | configuration | seeds | test accuracy | counted | executed | dynamic blocks | paths | chosen on |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(columns(x))} |",
+        "|---" * len(columns(x)) + "|",
     ]
-    lines += [f"| {' | '.join(row)} |" for row in rows(configurations)]
+    lines += [f"| {' | '.join(row)} |" for row in rows(configurations, x)]
     if quoted:
         lines += [
             "",
@@ -200,7 +204,13 @@ def as_markdown(family: Family, configurations: list[Configuration], x: str, ref
     return "\n".join(lines) + "\n"
 
 
-def rows(configurations: list[Configuration]) -> list[list[str]]:
+def columns(x: str) -> list[str]:
+    measured = [FORMATS[x][0]] if x in FORMATS else []
+    names = ["", "configuration", "seeds", "test accuracy", "counted", "executed", *measured]
+    return [*names, "dynamic blocks", "paths", "chosen on"]
+
+
+def rows(configurations: list[Configuration], x: str) -> list[list[str]]:
     """A configuration a row, as words."""
     return [
         [
@@ -210,6 +220,7 @@ def rows(configurations: list[Configuration]) -> list[list[str]]:
             spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
             spread(one.cost("counted"), lambda v: f"{v:.3f}"),
             spread(one.cost("executed"), lambda v: f"{v:.3f}"),
+            *([spread(one.cost(x), FORMATS[x][1].format)] if x in FORMATS else []),
             f"{one.over_seeds(lambda run: run.record['dynamic_blocks'])[0]:.3g} of {len(one.first['blocks_open'])}",
             f"{one.over_seeds(lambda run: run.record['paths'])[0]:.3g}",
             one.first["selected_on"],

@@ -1,4 +1,7 @@
-"""Reads run records and puts together what may be compared: one data set, network, number of epochs and selection."""
+"""Reads run records and puts together what may be compared: one data set, network, number of epochs and selection.
+
+Costs in units of the dense network compare runs of one network; absolute ones compare networks too.
+"""
 
 import functools
 import math
@@ -27,8 +30,11 @@ SYMBOLS = {
 COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "counted": lambda record: record["flops"]["counted"],
     "executed": lambda record: record["flops"]["executed"],
+    "mflops": lambda record: _times(record["flops"]["executed"], record["flops"].get("dense_per_image")),
     "latency": lambda record: record.get("latency_ms"),
 }
+ABSOLUTE = ("mflops", "latency")
+ALL_NETWORKS = "all-networks"
 Family = tuple[str, str, int, str]  # data set, network, epochs, what the epoch was chosen on
 
 
@@ -56,8 +62,13 @@ class Run:
         return COSTS[x](self.record)
 
 
+def _times(executed: float, dense_per_image: float | None) -> float | None:
+    return None if dense_per_image is None else executed * dense_per_image / 1e6
+
+
 NUMBERS = ("seed", "epochs.planned", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
 NUMBERS += ("dynamic_blocks", "paths")
+OPTIONAL_NUMBERS = ("latency_ms", "flops.dense_per_image")
 WORDS = ("experiment", "identity", "data", "gate", "selected_on")
 
 
@@ -66,12 +77,13 @@ def read_run(folder: Path) -> Run | None:
     record = read_record(folder)
     if record is None or record["status"] != "finished":
         return None
-    optional = [key for key in ("latency_ms", "network") if record.get(key) is not None]
-    for key in (*NUMBERS, *WORDS, "blocks_open", *optional):
+    for key in (*NUMBERS, *WORDS, "blocks_open", *OPTIONAL_NUMBERS, "network"):
         value = functools.reduce(_inside, key.split("."), record)
+        if value is None and key in (*OPTIONAL_NUMBERS, "network"):
+            continue
         number = isinstance(value, int | float) and math.isfinite(value)
         kind = list if key == "blocks_open" else str
-        if not (number if key in (*NUMBERS, "latency_ms") else isinstance(value, kind)):
+        if not (number if key in (*NUMBERS, *OPTIONAL_NUMBERS) else isinstance(value, kind)):
             raise UserError(f"{folder / 'record.json'}: {key} = {value}")
     return Run(folder, record, _settings(folder))
 
@@ -143,21 +155,22 @@ class Configuration:
         return self.first["gate"] == "none"
 
 
-def families(runs: list[Run]) -> dict[Family, list[Configuration]]:
+def families(runs: list[Run], x: str) -> dict[Family, list[Configuration]]:
     """The runs by what may be compared, and in it by configuration, most accurate first, each with a label."""
     sorted_runs: dict[Family, dict[str, list[Run]]] = {}
     for run in sorted(runs, key=lambda run: run.record["seed"]):
-        sorted_runs.setdefault(run.family, {}).setdefault(run.record["identity"], []).append(run)
+        data, network, epochs, chosen_on = run.family
+        family = (data, ALL_NETWORKS if x in ABSOLUTE else network, epochs, chosen_on)
+        sorted_runs.setdefault(family, {}).setdefault(run.record["identity"], []).append(run)
     return {family: _labelled(list(found.values())) for family, found in sorted(sorted_runs.items())}
 
 
 def _labelled(groups: list[list[Run]]) -> list[Configuration]:
     settings = [group[0].settings for group in groups]
-    usual = {
-        key: _usual([str(one.get(key)) for one in settings]) for key in sorted({k for one in settings for k in one})
-    }
-    named = len({group[0].record["experiment"] for group in groups}) > 1
-    found = [Configuration(group, _label(group[0], usual, named)) for group in groups]
+    known = set.intersection(*(set(one) for one in settings))  # what an older version did not know tells nothing
+    usual = {key: _usual([str(one[key]) for one in settings]) for key in sorted(known)}
+    several = [len({name(group[0]) for group in groups}) > 1 for name in (_experiment, _network)]
+    found = [Configuration(group, _label(group[0], usual, *several)) for group in groups]
     return sorted(found, key=lambda one: (-one.accuracy()[0], one.label))
 
 
@@ -167,14 +180,24 @@ def _usual(values: list[str]) -> str | None:
     return common if 2 * count > len(values) else None
 
 
-def _label(run: Run, usual: dict[str, str | None], named: bool) -> str:
+def _experiment(run: Run) -> str:
+    return run.record["experiment"]
+
+
+def _network(run: Run) -> str:
+    return run.family[1]
+
+
+def _label(run: Run, usual: dict[str, str | None], experiments: bool, networks: bool) -> str:
     dense = run.record["gate"] == "none"
     shown = [key for key in usual if key in run.settings and str(run.settings[key]) != usual[key]]
     shown = [key for key in shown if not (dense and key.startswith(("gate.", "objective.")))]
-    words = [run.record["experiment"]] if named else []
+    shown = [key for key in shown if not (networks and key.startswith("network."))]
+    words = [_experiment(run)] if experiments else []
+    words += [_network(run)] if networks else []
     words += ["dense"] if dense else []
     words += [f"{SYMBOLS.get(key, key)}={_short(run.settings[key])}" for key in shown if key != "gate.kind"]
-    return " ".join(words) or f"{run.record['experiment']} as it is"
+    return " ".join(words) or f"{_experiment(run)} as it is"
 
 
 def _short(value: Any) -> str:

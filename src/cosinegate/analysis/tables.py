@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cosinegate.analysis import pareto as plots
-from cosinegate.analysis.runs import Configuration, Family, Run, families, find_runs
+from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs
 from cosinegate.config import SWEEPS
 from cosinegate.console import say
 from cosinegate.errors import UserError
@@ -30,7 +30,7 @@ def pareto(config: DictConfig, command: str) -> None:
     if config.reference is not None and len(config.reference) != 2:
         raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
     written = []
-    for family, configurations in families(runs).items():
+    for family, configurations in families(runs, x).items():
         measured = plots.mark(configurations, x)
         if len(measured) < len(configurations):
             say(f"{plots.title(family)}: {len(configurations) - len(measured)} configurations have no {x}")
@@ -50,19 +50,19 @@ def pareto(config: DictConfig, command: str) -> None:
 def show(family: Family, configurations: list[Configuration], x: str) -> None:
     """The table of one family, best first."""
     table = Table(title=plots.title(family), title_justify="left", caption_justify="left")
-    table.caption = f"★ nothing else is more accurate at no more {x} FLOPs" if x != "latency" else "★ on the frontier"
-    for name in ("", "configuration", "seeds", "test accuracy", "counted", "executed", "dynamic", "paths", "chosen on"):
+    table.caption = "★ on the frontier" if x in ABSOLUTE else f"★ nothing else is more accurate at no more {x} FLOPs"
+    for name in plots.columns(x):
         table.add_column(
             name, justify="left" if name in ("", "configuration", "chosen on") else "right", overflow="fold"
         )
-    for row in plots.rows(configurations):
+    for row in plots.rows(configurations, x):
         table.add_row(*row)
     Console(width=max(Console().width, 120)).print(table)
 
 
 def show_runs(runs: list[Run]) -> None:
     """The tables that end a sweep or a search."""
-    for family, configurations in families(runs).items():
+    for family, configurations in families(runs, "counted").items():
         show(family, plots.mark(configurations, "counted"), "counted")
 
 

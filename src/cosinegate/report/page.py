@@ -56,7 +56,8 @@ def write_report(folders: list[Path], path: Path, limit_batches: int | None = No
 
 def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
     """The runs that can be compared, as points: of several families the one with the most configurations."""
-    found = families(find_runs(folders, lambda words: say(words.replace("skipped", "left out of the frontier", 1))))
+    runs = find_runs(folders, lambda words: say(words.replace("skipped", "left out of the frontier", 1)))
+    found = families(runs, "counted")
     if not found:
         return []
     family = max(found, key=lambda one: len(found[one]))
