@@ -103,6 +103,11 @@ def _budget(config: DictConfig) -> Budget:
     if not gated.any():
         raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
     budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.low, quantile.high)
+    if quantile.worth is not None:
+        if budget.worth is None or len(quantile.worth) != len(budget.worth):
+            needed = f"must be {int(gated.sum())} numbers, one for each gated block, with gate.quantile.sharing=network"
+            raise UserError(f"gate.quantile.worth = {list(quantile.worth)}: {needed}")
+        budget.worth.data = torch.tensor(list(quantile.worth))
     low, high = (quantile.low, quantile.high) if quantile.sharing is Sharing.network else (0.0, 1.0)
     if not low <= budget.gated_share(tau) <= high:
         least, most = (free + (1 - free) * bound for bound in (low, high))

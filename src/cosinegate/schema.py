@@ -81,6 +81,7 @@ class QuantileConfig:
     sharing: Sharing = MISSING
     low: float = MISSING  # the least and the greatest share of a block, with sharing: network
     high: float = MISSING
+    worth: list[float] | None = MISSING  # what each gated block is taken to be worth at first, with sharing: network
     temperature: float = MISSING  # of the straight-through gradient, in standard deviations of the logit
 
 
