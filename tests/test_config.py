@@ -149,3 +149,18 @@ def test_an_experiment_opens_with_its_command_and_what_to_expect(path):
     assert "MEASURED" not in text
     assert "TIME" not in text
     assert config(f"+experiment={path.stem}").name == path.stem
+
+
+@pytest.mark.parametrize("name", cli.PLAIN)
+def test_help_tells_every_key_of_a_command(name):
+    words = cli.explained(name)
+    assert words.startswith(f"# python src/{name}.py")
+    assert "hydra" not in words
+    for key in config(config_name=name):
+        assert f"\n{key}: " in words
+
+
+def test_help_is_that_through_a_process():
+    done = process("src/export.py", "--help")
+    assert done.returncode == 0
+    assert "tolerance: 0.0 # share of those images" in done.stdout

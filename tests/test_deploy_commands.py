@@ -139,7 +139,7 @@ def others(tmp_path_factory, run):
         train(chosen)
         found[name] = Path(chosen.run_dir)
     stored = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    del stored["hyper_parameters"]["gate"]["signal"]
+    del stored["hyper_parameters"]["network"]["width"]
     found["old"] = folder / "old.ckpt"
     torch.save(stored, found["old"])
     found["cut"] = folder / "cut.ckpt"
@@ -156,7 +156,7 @@ def ask(command: str, *overrides: str):
 BAD = [
     ("export", "dense", "a dense network has no gates"),
     ("export", "exact", "train with gate=predictive"),
-    ("export", "old", "written by another version: it has no gate.signal"),
+    ("export", "old", "written by another version: it has no network.width"),
     ("export", "cut", "not a checkpoint"),
     ("calibrate", "dense", "a dense network has no gates"),
     ("calibrate", "old", "written by another version"),

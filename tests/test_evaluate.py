@@ -70,6 +70,21 @@ def test_what_is_not_a_checkpoint_ends_with_one_line(run, tmp_path):
     assert_one_line(process("src/evaluate.py"), "run has no value")
 
 
+def test_a_checkpoint_from_before_a_key_means_what_it_meant(run, tmp_path):
+    _, folder = run
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    for key in ("signal", "measure", "first_blocks", "calibration", "predictor", "quantile"):
+        del stored["hyper_parameters"]["gate"][key]
+    for key in ("sided", "lambda_predict", "start_epoch"):
+        del stored["hyper_parameters"]["objective"][key]
+    del stored["hyper_parameters"]["optimizer"]["gate_lr"]
+    torch.save(stored, tmp_path / "older.ckpt")
+    result, *_ = ask(f"run={tmp_path / 'older.ckpt'}")
+    expected, *_ = ask(f"run={folder / 'checkpoints' / 'last.ckpt'}")
+    del result["checkpoint"], expected["checkpoint"]
+    assert result == expected
+
+
 @pytest.mark.parametrize(
     ("override", "fragment"),
     [

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from cosinegate.files import write_atomically
 from cosinegate.orphans import end_with
 
 CONF = Path(__file__).parents[2] / "conf"
+PLAIN = ("benchmark", "calibrate", "dashboard", "evaluate", "export", "pareto", "report")  # commands without groups
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 
@@ -51,6 +53,9 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         _end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
     if config_name != "train" and any(word.startswith("+sweeps=") for word in sys.argv):
         _end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
+    if config_name in PLAIN and {"-h", "--help"} & set(sys.argv):
+        print(explained(config_name))
+        return
     asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
     try:
@@ -63,6 +68,12 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         _end(error)
     except KeyboardInterrupt:
         _end_interrupted()
+
+
+def explained(config_name: str) -> str:
+    """Every key of a command with its value and what it is for, as its file in conf/ tells it."""
+    text = (CONF / f"{config_name}.yaml").read_text().partition("\nhydra:")[0]
+    return re.sub(r"defaults:\n(  - .*\n)+\n", "\n", text).strip()
 
 
 def current_job() -> str | None:
@@ -117,7 +128,10 @@ def one_line(error: BaseException) -> str:
         where = f"{parent} has" if parent else "there are"
         return f"{cause.full_key}: no such key{hint}" + (f" ({where} {', '.join(known)})" if known else "")
     if isinstance(cause, OmegaConfBaseException):
-        return ": ".join(filter(None, [cause.full_key, str(cause.msg or cause).splitlines()[0]]))
+        words = (
+            str(cause.msg or cause).splitlines()[0].replace("is not a ListConfig, list or tuple", "is not a list [...]")
+        )
+        return ": ".join(filter(None, [cause.full_key, words]))
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override}: not Hydra's grammar: {str(error.__cause__ or error).split(' See ')[0].splitlines()[0]}"

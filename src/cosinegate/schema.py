@@ -1,6 +1,9 @@
-"""The schema of a training config. The values themselves live in `conf/`, their ranges in `config.py`."""
+"""The schema of a training config. The values themselves live in `conf/`, their ranges in `config.py`.
 
-from dataclasses import dataclass
+A key with a value here is younger than the others: a checkpoint that lacks it was written before, and meant this value.
+"""
+
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -71,29 +74,29 @@ class RelaxationConfig:
 
 @dataclass
 class PredictorConfig:
-    look: Look = MISSING
-    hidden: int = MISSING
-    switch_epoch: float = MISSING  # before it, training decides by the exact measure
+    look: Look = Look.block
+    hidden: int = 16
+    switch_epoch: float = 0.0  # before it, training decides by the exact measure
 
 
 @dataclass
 class QuantileConfig:
-    sharing: Sharing = MISSING
-    low: float = MISSING  # the least and the greatest share of a block, with sharing: network
-    high: float = MISSING
-    worth: list[float] | None = MISSING  # what each gated block is taken to be worth at first, with sharing: network
-    temperature: float = MISSING  # of the straight-through gradient, in standard deviations of the logit
+    sharing: Sharing = Sharing.block
+    low: float = 0.15  # the least and the greatest share of a block, with sharing: network
+    high: float = 0.95
+    worth: list[float] | None = None  # what each gated block is taken to be worth at first, with sharing: network
+    temperature: float = 0.5  # of the straight-through gradient, in standard deviations of the logit
 
 
 @dataclass
 class GateConfig:
     kind: GateKind = MISSING
-    signal: Signal = MISSING
-    measure: Measure = MISSING
-    first_blocks: bool = MISSING  # whether the first block of each stage has a gate
-    calibration: Calibration = MISSING
-    predictor: PredictorConfig = MISSING
-    quantile: QuantileConfig = MISSING
+    signal: Signal = Signal.exact
+    measure: Measure = Measure.cir
+    first_blocks: bool = True  # whether the first block of each stage has a gate
+    calibration: Calibration = Calibration.none
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    quantile: QuantileConfig = field(default_factory=QuantileConfig)
     polarity: Polarity = MISSING
     threshold: float = MISSING  # δ
     gamma: GammaConfig = MISSING
@@ -112,9 +115,9 @@ class ObjectiveConfig:
     lambda_cons: float = MISSING
     tau_target: float = MISSING
     weighting: Weighting = MISSING
-    sided: Sided = MISSING
-    lambda_predict: float = MISSING  # of the predicted measure's squared error
-    start_epoch: float = MISSING  # prog(t) is 0 until then
+    sided: Sided = Sided.one
+    lambda_predict: float = 1.0  # of the predicted measure's squared error
+    start_epoch: float = 0.0  # prog(t) is 0 until then
     warmup_epochs: float = MISSING  # T_warmup
     per_step: bool = MISSING  # t counts fractions of an epoch
     consistency: ConsistencyConfig = MISSING
@@ -126,7 +129,7 @@ class OptimizerConfig:
     momentum: float = MISSING
     weight_decay: float = MISSING
     nesterov: bool = MISSING
-    gate_lr: float = MISSING  # of the gates' parameters, as a multiple of lr
+    gate_lr: float = 1.0  # of the gates' parameters, as a multiple of lr
     decay_gates: bool = MISSING  # weight decay on the gates' parameters too
 
 

@@ -41,8 +41,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         ratios = [next(r["time_ratio"] for r in rows if r["engine"] == engine and r["batch"] == b) for b in batches]
         positions = [i - 0.4 + width * (place + 0.5) for i in range(len(batches))]
         bars = axes.bar(positions, ratios, width * 0.95, label=f"time, {engine}")
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.axhline(1, color="black", linewidth=1)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2, bbox={"fc": "w", "ec": "none", "pad": 1})
+    axes.axhline(1, color="black", linewidth=1, zorder=0)
     axes.axhline(found["counted"], color="tab:gray", linestyle=":", label=f"FLOPs counted {found['counted']:.2f}")
     axes.axhline(found["executed"], color="black", linestyle="--", label=f"FLOPs executed {found['executed']:.2f}")
     axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
