@@ -10,7 +10,7 @@ from cosinegate.config import primitives
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops
 from cosinegate.errors import UserError
-from cosinegate.gates import STATISTICS, Controller, CosineGate, PredictiveGate, Predictor
+from cosinegate.gates import LEAK, STATISTICS, Controller, CosineGate, PredictiveGate, Predictor
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import ResNet
 from cosinegate.objective import Objective
@@ -36,7 +36,8 @@ class GateMaker:
         predicted = config.signal is Signal.predicted
         features = STATISTICS * channels if predicted else channels
         hidden = max(2, channels // config.controller.reduction)
-        controller = Controller(features, hidden) if config.controller.enabled else None
+        leak = LEAK if predicted else 0.0
+        controller = Controller(features, hidden, leak) if config.controller.enabled else None
         gamma = config.gamma
         arguments = (self._opening(), config.measure, gamma.init, config.polarity, gamma.learnable, controller)
         if not predicted:

@@ -12,7 +12,7 @@ from cosinegate.processes import Share
 from cosinegate.relaxation import Opened
 
 CHUNK = 256  # images at a time
-LEAST_SPREAD = 0.05  # of the logits, below which the straight-through gradient grows no further
+LEAST_SPREAD = 1.0  # of the logits, below which the straight-through gradient grows no further
 
 
 class Budget(nn.Module):

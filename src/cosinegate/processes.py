@@ -21,6 +21,15 @@ class Share(NamedTuple):
         return (self.stop - self.start) * self.world_size / self.total
 
 
+def sum_over_processes(tensor: Tensor) -> Tensor:
+    """Of all processes; it has no gradient."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
 def over_processes(mean: Tensor) -> Tensor:
     """The mean over all processes, with the gradient of this process's own mean.
 
@@ -28,9 +37,7 @@ def over_processes(mean: Tensor) -> Tensor:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return mean
-    total = mean.detach().clone()
-    dist.all_reduce(total)
-    return mean + (total / dist.get_world_size() - mean).detach()
+    return mean + (sum_over_processes(mean) / dist.get_world_size() - mean).detach()
 
 
 class SumOverProcesses(torch.autograd.Function):

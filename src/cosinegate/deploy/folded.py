@@ -9,13 +9,15 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from cosinegate import geometry
 from cosinegate.errors import UserError
-from cosinegate.gates import PredictiveGate
+from cosinegate.gates import LEAK, PredictiveGate
 from cosinegate.networks import ResidualBlock, ResNet
 from cosinegate.networks.block import PadShortcut
 
 
 class GateHead(nn.Module):
-    """Open where w2·ReLU(W1·statistics(x) + b1) > turn: predictor and controller side by side, γ multiplied in."""
+    """Open where w2·ReLU(W1·statistics(x) + b1) > turn, with a leaky ReLU: predictor and controller side by side, γ and
+    the statistics' mean and deviation multiplied in.
+    """
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
@@ -25,7 +27,7 @@ class GateHead(nn.Module):
 
     def forward(self, seen: Tensor) -> Tensor:
         """(B, 1) bool of the statistics (B, 3C)."""
-        return self.w2(torch.relu(self.w1(seen))) > self.turn
+        return self.w2(nn.functional.leaky_relu(self.w1(seen), LEAK)) > self.turn
 
 
 class FoldedBlock(nn.Module):
@@ -121,9 +123,10 @@ def _head(gate: PredictiveGate) -> GateHead:
     parts = [gate.predictor] if gate.controller is None else [gate.predictor, gate.controller]
     hidden = sum(part.w1.out_features for part in parts)
     head = GateHead(gate.predictor.w1.in_features, hidden)
-    head.w1.weight.copy_(torch.cat([part.w1.weight for part in parts]))
-    head.w1.bias.zero_()
-    head.w1.bias[: len(gate.predictor.w1.bias)] = gate.predictor.w1.bias
+    mean, deviation = gate.standardise.mean, gate.standardise.deviation
+    head.w1.weight.copy_(torch.cat([part.w1.weight for part in parts]) / deviation)
+    head.w1.bias.copy_(-head.w1.weight @ mean)
+    head.w1.bias[: len(gate.predictor.w1.bias)] += gate.predictor.w1.bias
     head.w2.weight.copy_(gate.gamma * torch.cat([part.w2.weight for part in parts], dim=1))
     head.w2.bias.copy_(gate.gamma * gate.predictor.w2.bias)
     head.turn.fill_(gate.opening.turn)

@@ -2,6 +2,6 @@
 
 from cosinegate.gates.cosine import Controller, CosineGate
 from cosinegate.gates.decision import Decision
-from cosinegate.gates.predictive import STATISTICS, PredictiveGate, Predictor
+from cosinegate.gates.predictive import LEAK, STATISTICS, PredictiveGate, Predictor
 
-__all__ = ["STATISTICS", "Controller", "CosineGate", "Decision", "PredictiveGate", "Predictor"]
+__all__ = ["LEAK", "STATISTICS", "Controller", "CosineGate", "Decision", "PredictiveGate", "Predictor"]

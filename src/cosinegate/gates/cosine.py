@@ -10,16 +10,20 @@ from cosinegate.geometry import Dots
 
 
 class Controller(nn.Module):
-    """c(x) = W2 ReLU(W1 GAP(x)) (Eq. 12). W2 starts at zero, so that the logit starts as γ·CIR (Eq. 10)."""
+    """c(x) = W2 ReLU(W1 GAP(x)) (Eq. 12). W2 starts at zero, so that the logit starts as γ·CIR (Eq. 10).
 
-    def __init__(self, features: int, hidden: int) -> None:
+    `leak` is the slope of the ReLU below zero, which the paper's does not have.
+    """
+
+    def __init__(self, features: int, hidden: int, leak: float = 0.0) -> None:
         super().__init__()
+        self.leak = leak
         self.w1 = nn.Linear(features, hidden, bias=False)
         self.w2 = nn.Linear(hidden, 1, bias=False)
         nn.init.zeros_(self.w2.weight)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        return self.w2(torch.relu(self.w1(pooled))).squeeze(1)  # (B,)
+        return self.w2(nn.functional.leaky_relu(self.w1(pooled), self.leak)).squeeze(1)  # (B,)
 
 
 class CosineGate(nn.Module):

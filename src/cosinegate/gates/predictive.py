@@ -7,8 +7,41 @@ from cosinegate import geometry
 from cosinegate.gates.cosine import CosineGate
 from cosinegate.gates.decision import Decision
 from cosinegate.geometry import Dots
+from cosinegate.processes import sum_over_processes
 
 STATISTICS = 3  # mean, standard deviation and maximum of a channel
+LEAK = 0.1  # below zero: a hidden unit that is closed for every image would never learn again, and a gate of such
+# units gives all images the same logit
+MOMENTUM = 0.01
+
+
+class Standardise(nn.Module):
+    """Statistics to mean 0 and deviation 1, by their moments over the batches of training so far."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("square", torch.ones(features))
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, seen: Tensor) -> Tensor:
+        if self.training:
+            self._learn(seen)
+        return (seen - self.mean) / self.deviation
+
+    @property
+    def deviation(self) -> Tensor:
+        return (self.square - self.mean.square()).clamp_min(1e-6).sqrt()
+
+    @torch.no_grad()
+    def _learn(self, seen: Tensor) -> None:
+        sums = torch.cat((seen.sum(0), seen.square().sum(0), seen.new_tensor([len(seen)])))
+        *_, count = sums = sum_over_processes(sums)
+        mean, square = (sums[:-1] / count).chunk(2)
+        self.batches += 1
+        weight = (1 / self.batches).clamp_min(MOMENTUM)
+        self.mean.lerp_(mean, weight)
+        self.square.lerp_(square, weight)
 
 
 class Predictor(nn.Module):
@@ -21,7 +54,7 @@ class Predictor(nn.Module):
         nn.init.ones_(self.w2.bias)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        return self.w2(torch.relu(self.w1(pooled))).squeeze(1)  # (B,)
+        return self.w2(nn.functional.leaky_relu(self.w1(pooled), LEAK)).squeeze(1)  # (B,)
 
 
 class PredictiveGate(CosineGate):
@@ -35,6 +68,7 @@ class PredictiveGate(CosineGate):
     def __init__(self, predictor: Predictor, *arguments) -> None:
         super().__init__(*arguments)
         self.predictor = predictor
+        self.standardise = Standardise(predictor.w1.in_features)
         self.by_exact = False  # in training only, until the switch-over epoch: decide by the exact measure
 
     def decide(self, seen: Tensor) -> Decision:
@@ -56,7 +90,7 @@ class PredictiveGate(CosineGate):
         return Decision(gate, logit, predicted, exact, agrees)
 
     def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        seen = seen.to(self.predictor.w1.weight.dtype)
+        seen = self.standardise(seen.to(self.predictor.w1.weight.dtype))
         with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit
             predicted = self.predictor(seen)
             return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)
