@@ -12,6 +12,7 @@ from cosinegate import geometry
 from cosinegate.build import build_module, build_network
 from cosinegate.calibration import turn_for
 from cosinegate.choices import Measure
+from cosinegate.gates.predictive import Standardise
 from cosinegate.geometry import Dots
 from cosinegate.lit import LitCosineGate
 from cosinegate.run import train
@@ -101,7 +102,7 @@ def test_the_decision_in_training_does_not_look_at_f(rng):
     block.gate.by_exact = True  # before the switch-over epoch it does
     third = block.gate(seen, Dots(*(torch.rand(16, generator=rng) + 0.1 for _ in range(3)), torch.zeros(16)))
     assert not torch.allclose(first.logit, third.logit)
-    offset = block.gate.controller(seen)
+    offset = block.gate.controller(block.gate.standardise.eval()(seen))
     turn = turn_for(third.logit, block.gate.opening.budget.shares()[0])
     by_predicted, by_exact = (block.gate.gamma * (value + offset) > turn for value in (third.cir, third.exact))
     assert torch.equal(third.agrees.bool(), by_predicted == by_exact)
@@ -290,3 +291,33 @@ def test_training_logs_how_well_it_predicts(tmp_path):
     assert "cir/block_01" in last
     assert (record["signal"], record["calibration"]) == ("predicted", "quantile")
     assert record["flops"]["executed"] < 0.9
+
+
+def test_statistics_are_standardised_by_the_moments_of_the_batches_so_far(rng):
+    standardise = Standardise(5).train()
+    batches = [torch.randn(size, 5, generator=rng) * 7 + 3 for size in (40, 1, 30)]
+    for batch in batches[:1]:
+        torch.testing.assert_close(standardise(batch), (batch - batch.mean(0)) / batch.std(0, correction=0))
+    for batch in batches[1:]:
+        standardise(batch)
+    mean = sum(batch.mean(0) for batch in batches) / 3  # every batch alike while there are few
+    deviation = (sum(batch.square().mean(0) for batch in batches) / 3 - mean.square()).sqrt()
+    standardise.eval()
+    for _ in range(2):  # evaluation changes nothing
+        torch.testing.assert_close(standardise(batches[0]), (batches[0] - mean) / deviation)
+
+
+def test_steep_gradients_do_not_kill_a_gate(rng):
+    """Dead hidden units give all images one logit: a batch is routed by its order, and a threshold parts nothing."""
+    torch.manual_seed(0)
+    module = build_module(config(*SMALL, "network.depth=20")).train()
+    gates = [block.gate for block in module.network.blocks if block.gate is not None]
+    gates[0].opening.budget.prog = 1.0
+    x = images(64, rng)
+    sgd = torch.optim.SGD({p for gate in gates for p in gate.parameters()}, lr=1.0, momentum=0.9)
+    for _ in range(30):
+        sgd.zero_grad()
+        module.objective(module.network(x), torch.arange(64) % 10).total.backward()
+        sgd.step()
+    logits = module.network(x).routing.logits[:, [i for i, b in enumerate(module.network.blocks) if b.gate is not None]]
+    assert [len(torch.unique(logit)) for logit in logits.T] == [64] * len(gates)
