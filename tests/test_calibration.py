@@ -8,7 +8,7 @@ from conftest import config
 from test_predictive import images, small
 
 from cosinegate.build import build_network
-from cosinegate.calibration import Budget, Quantile, calibrate, turn_for
+from cosinegate.calibration import Budget, Quantile, Removal, calibrate, turn_for
 from cosinegate.choices import Sharing
 from cosinegate.errors import UserError
 
@@ -159,3 +159,31 @@ def test_thresholds_at_the_ends_and_with_ties():
 def test_a_budget_that_cannot_be_met_is_one_line(overrides, words):
     with pytest.raises(UserError, match=words):
         build_network(config("+experiment=digits_predictive", *overrides))
+
+
+def test_the_credit_for_removal_is_what_removing_costs(rng):
+    """The mean over the labels that an image may have, which is what a gate can know of it, against the loss itself.
+
+    Where the network's probabilities are right, the slope of an open gate is zero for every image: it knows nothing.
+    """
+    images, labels = 40, 20_000
+    before, residual = torch.randn(images, 10, generator=rng), torch.randn(images, 10, generator=rng)
+    chances = torch.softmax(before + residual, dim=1)
+    target = torch.multinomial(chances, labels, replacement=True, generator=rng).flatten()
+
+    def loss(gate: torch.Tensor) -> torch.Tensor:
+        logits = before[:, None] + gate[..., None] * residual[:, None]  # (images, labels, 10)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target, reduction="none").view_as(gate)
+
+    worth = (loss(torch.zeros(images, labels)) - loss(torch.ones(images, labels))).mean(1)
+    for value in (0.0, 1.0):
+        gate = torch.full((images * labels,), value, requires_grad=True)
+        (slope,) = torch.autograd.grad(loss(gate.view(images, labels)).mean(), gate)
+        (credit,) = torch.autograd.grad(loss(Removal.apply(gate).view(images, labels)).mean(), gate)
+        slope, credit = len(gate) * slope, len(gate) * credit
+        torch.testing.assert_close(credit, slope - slope.square() / 2 if value else slope / 2)
+        slope, credit = (-part.view(images, labels).mean(1) for part in (slope, credit))
+        assert (credit - worth).square().mean() < 0.5 * (slope - worth).square().mean()
+        if value == 1.0:
+            assert slope.abs().max() < 0.05 < worth.mean()
+            assert torch.corrcoef(torch.stack((credit, worth)))[0, 1] > 0.8

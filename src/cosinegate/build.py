@@ -48,7 +48,8 @@ class GateMaker:
         if self.budget is None:
             return self.relaxation
         self.made += 1
-        return Quantile(self.budget, self.made - 1, self.config.quantile.temperature)
+        quantile = self.config.quantile
+        return Quantile(self.budget, self.made - 1, quantile.temperature, quantile.credit)
 
 
 def blocks_per_stage(config: DictConfig) -> list[int]:

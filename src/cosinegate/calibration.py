@@ -1,12 +1,13 @@
 """A budget that is met by construction: per block, a quantile of the logits is the threshold."""
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cosinegate.choices import Sharing
+from cosinegate.choices import Credit, Sharing
 from cosinegate.networks import ResNet
 from cosinegate.processes import Share
 from cosinegate.relaxation import Opened
@@ -67,6 +68,27 @@ class Budget(nn.Module):
         return f"tau_target={self.tau_target}, low={self.low}, high={self.high}"
 
 
+class Removal(torch.autograd.Function):
+    """A gate whose gradient is what computing F is worth, to second order, instead of the slope where it stands.
+
+    The slope L' of one sample's loss says whether a little more of F is better, not whether F can go. Given the image,
+    an open gate's is zero on the mean where the network's probabilities are right: a gate learns nothing from it. There
+    L'' is L'² on the mean over labels (Fisher's information), so L(0) - L(1) is -L' + L'²/2 seen from an open gate, and
+    half the slope seen from a closed one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(gate)
+        return gate.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (gate,) = ctx.saved_tensors
+        slope = gradient * len(gradient)  # of one sample's loss, where the batch's is the mean
+        return torch.where(gate > 0.5, slope - slope.square() / 2, slope / 2) / len(gradient)
+
+
 class Quantile(nn.Module):
     """Opens for the share of samples that the budget gives block `place`, those with the highest logits.
 
@@ -75,9 +97,9 @@ class Quantile(nn.Module):
     depend on its batch.
     """
 
-    def __init__(self, budget: Budget, place: int, temperature: float) -> None:
+    def __init__(self, budget: Budget, place: int, temperature: float, credit: Credit = Credit.slope) -> None:
         super().__init__()
-        self.budget, self.place, self.temperature = budget, place, temperature
+        self.budget, self.place, self.temperature, self.credit = budget, place, temperature, credit
         self.register_buffer("threshold", torch.tensor(-math.inf))
 
     @property
@@ -102,7 +124,7 @@ class Quantile(nn.Module):
             of_all = torch.sigmoid((logits - turn) / scale)
             worth = self.budget.slope(share) * self.budget.worth[self.place]
             z = z + near / (of_all * (1 - of_all)).mean().clamp_min(1e-6) * (worth - worth.detach())
-        return Opened(z, turn)
+        return Opened(Removal.apply(z) if self.credit is Credit.removal else z, turn)
 
     def extra_repr(self) -> str:
         return f"place={self.place}, temperature={self.temperature}"

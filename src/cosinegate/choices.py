@@ -51,6 +51,13 @@ class Calibration(Enum):
     quantile = "quantile"  # a threshold that lets the budget's share of the samples through
 
 
+class Credit(Enum):
+    """What a calibrated gate's gradient says of F."""
+
+    slope = "slope"  # whether a little more of it is better
+    removal = "removal"  # whether it can go, to second order
+
+
 class Sharing(Enum):
     """How a calibrated budget is shared out."""
 

@@ -12,6 +12,7 @@ from omegaconf import MISSING
 from cosinegate.choices import (
     Annealing,
     Calibration,
+    Credit,
     Dataset,
     GateKind,
     Look,
@@ -86,6 +87,7 @@ class QuantileConfig:
     high: float = 0.95
     worth: list[float] | None = None  # what each gated block is taken to be worth at first, with sharing: network
     temperature: float = 0.5  # of the straight-through gradient, in standard deviations of the logit
+    credit: Credit = Credit.slope
 
 
 @dataclass
