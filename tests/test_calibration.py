@@ -187,3 +187,18 @@ def test_the_credit_for_removal_is_what_removing_costs(rng):
         if value == 1.0:
             assert slope.abs().max() < 0.05 < worth.mean()
             assert torch.corrcoef(torch.stack((credit, worth)))[0, 1] > 0.8
+
+
+def test_the_credit_reaches_a_network_through_its_config(rng):
+    def gradient(credit: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        network = build_network(config("+experiment=digits_predictive", f"gate.quantile.credit={credit}")).train()
+        gate = network.blocks[1].gate
+        gate.opening.budget.prog = 1.0
+        torch.nn.functional.cross_entropy(network(x).logits, torch.arange(64) % 10).backward()
+        return gate.controller.w2.weight.grad
+
+    x = images(64, rng)
+    slope, removal = gradient("slope"), gradient("removal")
+    assert slope.any()
+    assert not torch.allclose(slope, removal, rtol=1e-3)

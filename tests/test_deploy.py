@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from test_predictive import images, small, thresholds_at_half
 from cosinegate.deploy.benchmark import compiled_form
 from cosinegate.deploy.folded import folded, without_gates
 from cosinegate.deploy.int8 import write_int8
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, quietly, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import routed_otherwise, specialise
 from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
@@ -270,3 +271,23 @@ def test_specialising_removes_what_never_changes_and_says_what_that_costs(rng, t
     runtime(x)
     assert len(more) >= len(changes)
     assert routed_otherwise(gates, runtime.gates) <= sum(change["otherwise"] for change in more) + 1e-6
+
+
+def test_a_quiet_export_leaves_logging_as_it_was(capsys, caplog):
+    def export_that_fails() -> None:
+        with quietly():
+            print("a step")
+            logging.getLogger("torch.onnx").warning("a step")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        export_that_fails()
+    assert capsys.readouterr().out == caplog.text == ""
+    logging.getLogger("torch.onnx").warning("later")
+    assert "later" in caplog.text
+
+
+def test_no_compiler_is_said(monkeypatch, capsys, rng):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert compiled_form(folded(trained(rng=rng)), images(2, rng)) == {}
+    assert "no C++ compiler" in capsys.readouterr().out

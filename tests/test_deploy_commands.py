@@ -13,10 +13,10 @@ from cosinegate.deploy.benchmark import benchmark
 from cosinegate.deploy.export import export
 from cosinegate.deploy.frontier import frontier
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import load_trained
+from cosinegate.deploy.trained import is_the_records, load_trained
 from cosinegate.deploy.weights import read_exported
 from cosinegate.errors import UserError
-from cosinegate.record import read_record
+from cosinegate.record import read_record, write_record
 from cosinegate.run import train
 
 
@@ -126,6 +126,17 @@ def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):
     drawn = process("src/pareto.py", f"runs={run.parent}", "x=latency", f"folder={run.parent / 'pareto'}")
     assert drawn.returncode == 0, drawn.stderr
     assert "latency" in drawn.stdout
+
+
+def test_only_the_checkpoint_that_was_tested_is_the_records(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    last, best = (copy / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    assert (is_the_records(last), is_the_records(best)) == (True, False)
+    record = read_record(copy)
+    write_record(copy, record | {"accuracy": record["accuracy"] | {"test_of": "best"}})
+    assert (is_the_records(last), is_the_records(best)) == (False, True)
+    (copy / "record.json").unlink()
+    assert not is_the_records(last)
 
 
 @pytest.fixture(scope="module")

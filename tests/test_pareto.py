@@ -141,6 +141,15 @@ def test_absolute_costs_compare_networks_of_different_size(record, tmp_path, dra
     assert "1 configurations have no mflops" in drawn("x=mflops")[0]
 
 
+def test_a_key_that_an_older_run_did_not_know_is_in_no_label(record, tmp_path):
+    older = re.sub(r" *credit: slope\n", "", record[1])
+    assert older != record[1]
+    write(tmp_path, (record[0], older), 0.9, 0.5, tau=0.4, identity="old")
+    write(tmp_path, record, 0.9, 0.5, tau=0.5, identity="new")
+    (configurations,) = families(find_runs([tmp_path], print), "counted").values()
+    assert {one.label for one in configurations} == {"τ=0.4", "τ=0.5"}
+
+
 def test_labels_say_what_sets_a_configuration_apart(record, tmp_path):
     for name, text in (("a", ""), ("b", "polarity: novelty"), ("c", "hard: true"), ("d", "reduction: 4")):
         made = record[1]

@@ -102,9 +102,8 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
     counted = runtime.gates.float().mean().item()
-    own = run_folder_of(trained.path)
-    if asked.budget is not None or not is_the_records(trained.path):
-        own = None  # the record's accuracy is of another network
+    is_own = asked.budget is None and is_the_records(trained.path)  # else the record's accuracy is of another network
+    own = run_folder_of(trained.path) if is_own else None
     models = {
         "dense": Model(without_gates(trained.folded), 1.0, 1.0, None),
         "skipping": Model(trained.folded, counted, executed, own),
@@ -282,7 +281,8 @@ def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tupl
     shape = beside.data.image_set.shape
     share = dense_flops(module.network, shape) / dense_flops(beside.eager, shape)
     name = f"{config.name} {network_name(config.network)} s{config.seed}"
-    return name, Model(folded(module.network, shape[:2]), share, share, run_folder_of(path))
+    own = run_folder_of(path) if is_the_records(path) else None
+    return name, Model(folded(module.network, shape[:2]), share, share, own)
 
 
 def _into_records(models: dict[str, Model], rows: list[Row]) -> None:

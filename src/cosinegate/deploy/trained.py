@@ -87,8 +87,7 @@ def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
 def is_the_records(checkpoint: Path) -> bool:
     """Whether a checkpoint is the one that its run's record has the test accuracy of."""
     folder = run_folder_of(checkpoint)
-    record = read_record(folder)
-    return record is not None and checkpoint.resolve() == chosen_path(str(folder), None).resolve()
+    return (folder / "record.json").exists() and checkpoint.samefile(chosen_path(str(folder), None))
 
 
 def load_trained(
