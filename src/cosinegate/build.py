@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from cosinegate.calibration import Budget, Quantile
-from cosinegate.choices import Calibration, GateKind, Sharing, Signal, Weighting
+from cosinegate.choices import Calibration, Credit, GateKind, Sharing, Signal, Weighting
 from cosinegate.config import primitives
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops
@@ -37,7 +37,7 @@ class GateMaker:
         features = STATISTICS * channels if predicted else channels
         hidden = max(2, channels // config.controller.reduction)
         leak = LEAK if predicted else 0.0
-        controller = Controller(features, hidden, leak) if config.controller.enabled else None
+        controller = Controller(features, hidden, leak, bias=predicted) if config.controller.enabled else None
         gamma = config.gamma
         arguments = (self._opening(), config.measure, gamma.init, config.polarity, gamma.learnable, controller)
         if not predicted:
@@ -49,7 +49,7 @@ class GateMaker:
             return self.relaxation
         self.made += 1
         quantile = self.config.quantile
-        return Quantile(self.budget, self.made - 1, quantile.temperature, quantile.credit)
+        return Quantile(self.budget, self.made - 1, quantile.temperature)
 
 
 def blocks_per_stage(config: DictConfig) -> list[int]:
@@ -101,15 +101,12 @@ def _budget(config: DictConfig) -> Budget:
     gated = torch.tensor([i > 0 or config.gate.first_blocks for number in numbers for i in range(number)])
     costs = _block_weights(config) if config.objective.weighting is Weighting.flops else torch.ones(len(gated))
     costs = costs / costs.sum()
+    if quantile.credit is Credit.cost and config.gate.signal is not Signal.predicted:
+        raise UserError("gate.quantile.credit = cost: needs gate.signal=predicted, a gate that decides before F")
     tau, free = config.objective.tau_target, costs[~gated].sum().item()
     if not gated.any():
         raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
-    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.low, quantile.high)
-    if quantile.worth is not None:
-        if budget.worth is None or len(quantile.worth) != len(budget.worth):
-            needed = f"must be {int(gated.sum())} numbers, one for each gated block, with gate.quantile.sharing=network"
-            raise UserError(f"gate.quantile.worth = {list(quantile.worth)}: {needed}")
-        budget.worth.data = torch.tensor(list(quantile.worth))
+    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, quantile.low, quantile.high)
     low, high = (quantile.low, quantile.high) if quantile.sharing is Sharing.network else (0.0, 1.0)
     if not low <= budget.gated_share(tau) <= high:
         least, most = (free + (1 - free) * bound for bound in (low, high))

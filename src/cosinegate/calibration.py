@@ -1,7 +1,6 @@
 """A budget that is met by construction: per block, a quantile of the logits is the threshold."""
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from cosinegate.processes import Share
 from cosinegate.relaxation import Opened
 
 CHUNK = 256  # images at a time
+RECENT = 2048
 LEAST_SPREAD = 1.0  # of the logits, below which the straight-through gradient grows no further
 
 
@@ -20,20 +20,30 @@ class Budget(nn.Module):
     """One for all gates of a network: which share of the samples each of the G gated blocks computes.
 
     The shares' mean, weighted by `costs`, is what makes the mean gate over all blocks `tau_target`; `free` is what the
-    blocks without a gate cost. It goes from all open to that by `prog`, which a callback moves. With Sharing.network
-    each block has a learned worth, whose gradient is what opening the block more is worth to the loss, and the shares
-    lie between `low` and `high`, so that no block becomes a constant.
+    blocks without a gate cost. It goes from all open to that by `prog`, which a callback moves.
+
+    With Sharing.network the shares lie between `low` and `high`, so that no block becomes a constant. With Credit.slope
+    each block has a learned worth, whose gradient is what opening the block more is worth to the loss. With Credit.cost
+    logits are prices, so that one price, over those of the last RECENT training images, parts all samples of all
+    blocks.
     """
 
+    recent: Tensor | None
+
     def __init__(
-        self, tau_target: float, costs: Tensor, free: float, sharing: Sharing, low: float, high: float
+        self, tau_target: float, costs: Tensor, free: float, sharing: Sharing, credit: Credit, low: float, high: float
     ) -> None:
         super().__init__()
         self.tau_target, self.free, self.low, self.high = tau_target, free, low, high
         self.prog = 0.0
         self.share: Share | None = None  # of a global batch over several processes
         self.costs = costs.tolist()
-        self.worth = nn.Parameter(torch.zeros(len(costs))) if sharing is Sharing.network else None
+        self.credit = credit
+        learns = sharing is Sharing.network
+        self.worth = nn.Parameter(torch.zeros(len(costs))) if learns and credit is Credit.slope else None
+        prices = learns and credit is Credit.cost
+        self.register_buffer("recent", torch.zeros(len(costs), RECENT) if prices else None)
+        self.register_buffer("seen", torch.zeros(len(costs), dtype=torch.long) if prices else None)
 
     def gated_share(self, tau_target: float) -> float:
         """The mean share of the gated blocks that gives this mean over all blocks."""
@@ -44,9 +54,11 @@ class Budget(nn.Module):
         """(G,); with a `tau_target` what the trained network gives each block at that budget."""
         prog = self.prog if tau_target is None else 1.0
         mean = 1 - prog * (1 - self.gated_share(self.tau_target if tau_target is None else tau_target))
+        low, high = (1 - prog * (1 - bound) for bound in (min(self.low, mean), max(self.high, mean)))
+        if self.recent is not None and self.seen.min() > 0:
+            return self._by_price(mean, low, high)
         if self.worth is None:
             return [mean] * len(self.costs)
-        low, high = (1 - prog * (1 - bound) for bound in (min(self.low, mean), max(self.high, mean)))
         worth = self.worth.tolist()
 
         def at(level: float) -> list[float]:
@@ -59,6 +71,29 @@ class Budget(nn.Module):
             below, above = (level, above) if spent > mean * sum(self.costs) else (below, level)
         return at(level)
 
+    def _by_price(self, mean: float, low: float, high: float) -> list[float]:
+        known = self.recent[:, : self.seen.min()].double().cpu()
+        costs = torch.tensor(self.costs, dtype=known.dtype)
+        prices = known / (costs / costs.mean())[:, None]  # of what F costs: by its FLOPs, where those are what counts
+
+        def at(price: Tensor) -> Tensor:
+            return (prices > price).double().mean(1).clamp(low, high)
+
+        below, above = prices.min() - 1, prices.max()  # prices between which the budget is met
+        for _ in range(40):
+            price = (below + above) / 2
+            below, above = (price, above) if at(price) @ costs > mean * costs.sum() else (below, price)
+        more, less = at(below), at(above)  # of equal prices, a part
+        part = (mean * costs.sum() - less @ costs) / ((more - less) @ costs).clamp_min(1e-12)
+        return (less + part.clamp(0, 1) * (more - less)).tolist()
+
+    @torch.no_grad()
+    def remember(self, place: int, logits: Tensor) -> None:
+        if self.recent is not None:
+            where = (self.seen[place] + torch.arange(len(logits), device=logits.device)) % RECENT
+            self.recent[place, where] = logits.to(self.recent.dtype)
+            self.seen[place] += len(logits)
+
     def slope(self, share: float) -> float:
         """How fast a block's share moves with its worth: not at all near the bounds."""
         low, high = (1 - self.prog * (1 - bound) for bound in (self.low, self.high))
@@ -68,38 +103,17 @@ class Budget(nn.Module):
         return f"tau_target={self.tau_target}, low={self.low}, high={self.high}"
 
 
-class Removal(torch.autograd.Function):
-    """A gate whose gradient is what computing F is worth, to second order, instead of the slope where it stands.
-
-    The slope L' of one sample's loss says whether a little more of F is better, not whether F can go. Given the image,
-    an open gate's is zero on the mean where the network's probabilities are right: a gate learns nothing from it. There
-    L'' is L'² on the mean over labels (Fisher's information), so L(0) - L(1) is -L' + L'²/2 seen from an open gate, and
-    half the slope seen from a closed one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(gate)
-        return gate.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (gate,) = ctx.saved_tensors
-        slope = gradient * len(gradient)  # of one sample's loss, where the batch's is the mean
-        return torch.where(gate > 0.5, slope - slope.square() / 2, slope / 2) / len(gradient)
-
-
 class Quantile(nn.Module):
     """Opens for the share of samples that the budget gives block `place`, those with the highest logits.
 
-    Training compares with the batch's own quantile, straight-through around it. Evaluation compares with `threshold`,
-    which `calibrate` sets from whole images after every epoch: the checkpoint keeps it, and a sample's route does not
-    depend on its batch.
+    Training compares with the batch's own quantile, with Credit.slope straight-through around it. Evaluation compares
+    with `threshold`, which `calibrate` sets from whole images after every epoch: the checkpoint keeps it, and a
+    sample's route does not depend on its batch.
     """
 
-    def __init__(self, budget: Budget, place: int, temperature: float, credit: Credit = Credit.slope) -> None:
+    def __init__(self, budget: Budget, place: int, temperature: float) -> None:
         super().__init__()
-        self.budget, self.place, self.temperature, self.credit = budget, place, temperature, credit
+        self.budget, self.place, self.temperature = budget, place, temperature
         self.register_buffer("threshold", torch.tensor(-math.inf))
 
     @property
@@ -111,20 +125,24 @@ class Quantile(nn.Module):
         if not self.training:
             return Opened((logit > self.threshold).to(logit.dtype), self.threshold)
         share = self.budget.shares()[self.place]
+        logits = _of_all_processes(logit.detach(), self.budget.share)
+        self.budget.remember(self.place, logits)
         if share >= 1:
             nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
             return Opened(1.0 + nothing, logit.new_tensor(-math.inf))  # DDP wants every parameter to have a gradient
-        logits = _of_all_processes(logit.detach(), self.budget.share)
         turn = logit.new_tensor(turn_for(logits, share))
+        z = _highest(logits, share, self.budget.share).to(logit.dtype)  # exactly 0 or 1
+        if self.budget.credit is Credit.cost:
+            return Opened(z, turn)
         scale = self.temperature * logits.std(correction=0).clamp_min(LEAST_SPREAD)
         soft = torch.sigmoid((logit - turn) / scale)
-        z = _highest(logits, share, self.budget.share).to(logit.dtype) + (soft - soft.detach())  # exactly 0 or 1
+        z = z + (soft - soft.detach())
         if self.budget.worth is not None:
             near = soft.detach() * (1 - soft.detach())  # the samples near the threshold speak for the block
             of_all = torch.sigmoid((logits - turn) / scale)
             worth = self.budget.slope(share) * self.budget.worth[self.place]
             z = z + near / (of_all * (1 - of_all)).mean().clamp_min(1e-6) * (worth - worth.detach())
-        return Opened(Removal.apply(z) if self.credit is Credit.removal else z, turn)
+        return Opened(z, turn)
 
     def extra_repr(self) -> str:
         return f"place={self.place}, temperature={self.temperature}"

@@ -52,10 +52,10 @@ class Calibration(Enum):
 
 
 class Credit(Enum):
-    """What a calibrated gate's gradient says of F."""
+    """What a calibrated gate learns from."""
 
-    slope = "slope"  # whether a little more of it is better
-    removal = "removal"  # whether it can go, to second order
+    slope = "slope"  # the straight-through gradient: whether a little more of F is better
+    cost = "cost"  # what skipping F would have cost, measured
 
 
 class Sharing(Enum):

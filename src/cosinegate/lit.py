@@ -11,6 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from cosinegate.networks import Output, ResNet
 from cosinegate.objective import Objective
 from cosinegate.schema import OptimizerConfig
+from cosinegate.skip_cost import priced, priced_places
 
 
 class LitCosineGate(L.LightningModule):
@@ -27,6 +28,7 @@ class LitCosineGate(L.LightningModule):
         super().__init__()
         self.save_hyperparameters(hparams)  # the resolved config, as primitives: a checkpoint can be read on its own
         self.network = network.to(memory_format=torch.channels_last)
+        self.places = priced_places(network)
         self.objective = objective
         self.optimizer_config = optimizer
         self.accuracy = nn.ModuleDict(
@@ -43,12 +45,12 @@ class LitCosineGate(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         images, target = batch
-        output = self.network(images)
-        losses = self.objective(output, target)
+        output, price_error = priced(self.network, self.places, images, target) if self.places else (self(images), None)
+        losses = self.objective(output, target, price_error)
         self._log_accuracy("train", output, target)
         names = {"train/loss": losses.total, "train/loss_ce": losses.ce}
         names |= {"train/loss_cons": losses.cons, "train/loss_flops": losses.flops}
-        names |= {"train/loss_predict": losses.predict}
+        names |= {"train/loss_predict": losses.predict, "train/loss_price": losses.price}
         weights = self.objective.lambda_cons, self.objective.lambda_flops
         names |= {"train/weighted_cons": weights[0] * losses.cons, "train/weighted_flops": weights[1] * losses.flops}
         total = len(target) if self.objective.share is None else self.objective.share.total

@@ -19,6 +19,7 @@ class Losses(NamedTuple):
     cons: Tensor
     flops: Tensor
     predict: Tensor
+    price: Tensor
 
 
 def prog(t: float, warmup_epochs: float, start_epoch: float = 0.0) -> float:
@@ -32,8 +33,9 @@ def prog(t: float, warmup_epochs: float, start_epoch: float = 0.0) -> float:
 class Objective(nn.Module):
     """L = L_CE + λ_cons·L_cons + λ_flops·prog·max(0, ḡ - τ_target)² + λ_predict·L_predict. A callback moves `prog`.
 
-    L_predict is the squared error of the predicted measure, averaged over the blocks that predict; it reaches nothing
-    but the predictors. With Sided.two a mean gate below the target costs as much as one above it.
+    L_predict is the squared error of the predicted measure, averaged over the blocks that predict, and that of logits
+    which learn what skipping costs; it reaches nothing but the gates. With Sided.two a mean gate below the target costs
+    as much as one above it.
 
     With several processes each gives its `share` of the global batch's terms, so that their average is the global loss.
     """
@@ -74,14 +76,16 @@ class Objective(nn.Module):
     def _weight(self) -> float:
         return 1.0 if self.share is None else self.share.weight
 
-    def forward(self, output: Output, target: Tensor) -> Losses:
+    def forward(self, output: Output, target: Tensor, price_error: Tensor | None = None) -> Losses:
+        """`price_error` is that of logits as guesses of what skipping costs, where gates learn from it."""
         ce = self._weight * F.cross_entropy(output.logits, target)
         if output.routing is None:
             zero = ce.new_zeros(())
-            return Losses(ce, ce, zero, zero, zero)
+            return Losses(ce, ce, zero, zero, zero, zero)
         cons = self._weight * output.routing.consistency.sum(1).mean()
         excess = self.mean_gate(output.routing.gates) - self.tau_target
         flops = self.prog * (excess.clamp_min(0.0) if self.sided is Sided.one else excess).square()
         predict = self._weight * self.prediction_error(output.routing)
-        total = ce + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * predict
-        return Losses(total, ce, cons, flops, predict)
+        price = ce.new_zeros(()) if price_error is None else self._weight * price_error
+        total = ce + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * (predict + price)
+        return Losses(total, ce, cons, flops, predict, price)

@@ -85,8 +85,7 @@ class QuantileConfig:
     sharing: Sharing = Sharing.block
     low: float = 0.15  # the least and the greatest share of a block, with sharing: network
     high: float = 0.95
-    worth: list[float] | None = None  # what each gated block is taken to be worth at first, with sharing: network
-    temperature: float = 0.5  # of the straight-through gradient, in standard deviations of the logit
+    temperature: float = 0.5  # of the straight-through gradient, in standard deviations of the logit; credit: slope
     credit: Credit = Credit.slope
 
 

@@ -125,9 +125,8 @@ def _head(gate: PredictiveGate) -> GateHead:
     head = GateHead(gate.predictor.w1.in_features, hidden)
     mean, deviation = gate.standardise.mean, gate.standardise.deviation
     head.w1.weight.copy_(torch.cat([part.w1.weight for part in parts]) / deviation)
-    head.w1.bias.copy_(-head.w1.weight @ mean)
-    head.w1.bias[: len(gate.predictor.w1.bias)] += gate.predictor.w1.bias
+    head.w1.bias.copy_(torch.cat([part.w1.bias for part in parts]) - head.w1.weight @ mean)
     head.w2.weight.copy_(gate.gamma * torch.cat([part.w2.weight for part in parts], dim=1))
-    head.w2.bias.copy_(gate.gamma * gate.predictor.w2.bias)
+    head.w2.bias.copy_(gate.gamma * sum(part.w2.bias for part in parts))
     head.turn.fill_(gate.opening.turn)
     return head

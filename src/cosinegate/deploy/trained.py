@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from cosinegate.calibration import Budget, Quantile, calibrate
-from cosinegate.choices import Checkpoint, Sharing, Validation
+from cosinegate.choices import Checkpoint, Credit, Sharing, Validation
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.folded import FoldedNetwork, folded
@@ -64,7 +64,7 @@ class Trained:
         if isinstance(first, Quantile):
             return first.budget
         gated, blocks = len(self._gates), len(self.eager.blocks)
-        return Budget(1.0, torch.ones(gated) / blocks, 1 - gated / blocks, Sharing.block, 0.0, 1.0)
+        return Budget(1.0, torch.ones(gated) / blocks, 1 - gated / blocks, Sharing.block, Credit.slope, 0.0, 1.0)
 
     @property
     def _gates(self) -> list[PredictiveGate]:

@@ -12,15 +12,16 @@ from cosinegate.geometry import Dots
 class Controller(nn.Module):
     """c(x) = W2 ReLU(W1 GAP(x)) (Eq. 12). W2 starts at zero, so that the logit starts as γ·CIR (Eq. 10).
 
-    `leak` is the slope of the ReLU below zero, which the paper's does not have.
+    A `leak`, the slope of the ReLU below zero, and a `bias` the paper's does not have.
     """
 
-    def __init__(self, features: int, hidden: int, leak: float = 0.0) -> None:
+    def __init__(self, features: int, hidden: int, leak: float = 0.0, bias: bool = False) -> None:
         super().__init__()
         self.leak = leak
-        self.w1 = nn.Linear(features, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, 1, bias=False)
-        nn.init.zeros_(self.w2.weight)
+        self.w1 = nn.Linear(features, hidden, bias)
+        self.w2 = nn.Linear(hidden, 1, bias)
+        for parameter in self.w2.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, pooled: Tensor) -> Tensor:
         return self.w2(nn.functional.leaky_relu(self.w1(pooled), self.leak)).squeeze(1)  # (B,)

@@ -82,8 +82,12 @@ class ResNet(nn.Module):
             seen = block.look(x, seen)
             x, routing = block(x, seen)
             taken.append(routing)
-        logits = self.head(global_average_pool(x))
+        logits = self.classify(x)
         return Output(logits, self._routing(taken, logits) if any(taken) else None)
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Class scores of what the last block gave."""
+        return self.head(global_average_pool(x))
 
     def _routing(self, taken: list[BlockRouting | None], logits: Tensor) -> Routing:
         one, unknown, zero = (logits.new_full(logits.shape[:1], value) for value in (1.0, torch.nan, 0.0))

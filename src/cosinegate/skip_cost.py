@@ -1,0 +1,70 @@
+"""What skipping a block would have cost a sample: its loss without F less its loss with F, other blocks as they were.
+
+Gates cannot learn that from the gradient of the one pass that training makes: given the image, the slope of the loss
+along an open gate is zero on the mean where the network's probabilities are right. So the rest of the network runs
+again for a part of the batch, from one block on, with that block and without it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from cosinegate.calibration import Quantile
+from cosinegate.choices import Credit
+from cosinegate.networks import Output, ResidualBlock, ResNet
+
+PART = 2  # one of so many samples of a batch is measured
+
+
+@contextmanager
+def _input_of(block: ResidualBlock) -> Iterator[list[Tensor]]:
+    """What the block is given in a pass made meanwhile."""
+    kept: list[Tensor] = []
+    hook = block.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0].detach()))
+    try:
+        yield kept
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def skip_cost(network: ResNet, place: int, x: Tensor, gates: Tensor, target: Tensor) -> Tensor:
+    """(B,) of block `place` with input x, where the blocks have gates (B, N).
+
+    As evaluation has it: with BatchNorm's running moments, for a batch's own would hide a part of what changes.
+    """
+    was_training = network.training
+    network.eval()
+    block, later = network.blocks[place], network.blocks[place + 1 :]
+    s, r = block.shortcut(x), block.residual(x)
+    y = block.activation(torch.cat((s, s + r)))
+    for gate, block in zip(gates[:, place + 1 :].to(x.dtype).T, later, strict=True):
+        y = block.activation(torch.addcmul(block.shortcut(y), gate.repeat(2).view(-1, 1, 1, 1), block.residual(y)))
+    losses = torch.nn.functional.cross_entropy(network.classify(y), target.repeat(2), reduction="none")
+    network.train(was_training)
+    without, with_f = losses.chunk(2)
+    return without - with_f
+
+
+def priced_places(network: ResNet) -> list[int]:
+    """The blocks whose gates learn what skipping costs."""
+    openings = {place: block.gate.opening for place, block in enumerate(network.blocks) if block.gate is not None}
+    learn = (place for place, opening in openings.items() if isinstance(opening, Quantile))
+    return [place for place in learn if openings[place].budget.credit is Credit.cost]
+
+
+def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> tuple[Output, Tensor]:
+    """A pass, and the squared error of the logits of one of the blocks, by γ, as guesses of the cost.
+
+    The block is drawn by chance. Of large costs the logarithm is what counts.
+    """
+    place = places[torch.randint(len(places), ())]
+    with _input_of(network.blocks[place]) as kept:
+        output = network(images)
+    part, logits = slice(None, None, PART), output.routing.logits
+    cost = skip_cost(network, place, kept[0][part], output.routing.gates[part].detach(), target[part])
+    price = logits[part, place] / network.blocks[place].gate.gamma.detach().abs()
+    others = 0.0 * logits[:, places].sum()  # gates that are not drawn have a gradient too, as several processes want it
+    return output, (price - torch.asinh(cost)).square().mean() + others
