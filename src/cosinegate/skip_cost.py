@@ -56,9 +56,10 @@ def priced_places(network: ResNet) -> list[int]:
 
 
 def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> tuple[Output, Tensor]:
-    """A pass, and the squared error of the logits of one of the blocks, by γ, as guesses of the cost.
+    """A pass, and the error of the logits of one of the blocks, by γ, as guesses of the cost; averaged over all blocks.
 
-    The block is drawn by chance. Of large costs the logarithm is what counts.
+    The block is drawn by chance. Of large costs the logarithm counts, and of large errors the size instead of its
+    square: before a network has learned anything, costs are anything.
     """
     place = places[torch.randint(len(places), ())]
     with _input_of(network.blocks[place]) as kept:
@@ -67,4 +68,4 @@ def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -
     cost = skip_cost(network, place, kept[0][part], output.routing.gates[part].detach(), target[part])
     price = logits[part, place] / network.blocks[place].gate.gamma.detach().abs()
     others = 0.0 * logits[:, places].sum()  # gates that are not drawn have a gradient too, as several processes want it
-    return output, (price - torch.asinh(cost)).square().mean() + others
+    return output, torch.nn.functional.smooth_l1_loss(price, torch.asinh(cost)) / len(places) + others
