@@ -18,6 +18,7 @@ from cosinegate.lit import LitCosineGate
 from cosinegate.run import train
 
 SMALL = ("+experiment=digits_predictive",)
+SLOPE = "gate.quantile.credit=slope"
 ON_CIFAR = ("gate=predictive", "objective=predictive")
 
 
@@ -127,7 +128,7 @@ def test_the_predictor_learns_from_exact_cir_and_teaches_nothing_else(rng):
 
 def test_no_gradient_leaves_the_gate(rng):
     """Of the gate's inputs: with the gates' values held, the stem learns the same with and without gates that learn."""
-    network = small().double().train()
+    network = small(SLOPE).double().train()
     for block in network.blocks:
         if block.gate is not None:
             block.gate.opening.budget.prog = 1.0
@@ -163,7 +164,7 @@ def test_the_gate_costs_under_half_a_percent_of_its_block():
 
 
 def test_equal_logits_do_not_make_the_gradient_explode(rng):
-    network = small().train()
+    network = small(SLOPE).train()
     for block in network.blocks:
         if block.gate is not None:
             block.gate.opening.budget.prog = 1.0
@@ -310,7 +311,7 @@ def test_statistics_are_standardised_by_the_moments_of_the_batches_so_far(rng):
 def test_steep_gradients_do_not_kill_a_gate(rng):
     """Dead hidden units give all images one logit: a batch is routed by its order, and a threshold parts nothing."""
     torch.manual_seed(0)
-    module = build_module(config(*SMALL, "network.depth=20")).train()
+    module = build_module(config(*SMALL, "network.depth=20", SLOPE)).train()
     gates = [block.gate for block in module.network.blocks if block.gate is not None]
     gates[0].opening.budget.prog = 1.0
     x = images(64, rng)
