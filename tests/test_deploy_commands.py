@@ -11,7 +11,7 @@ from conftest import assert_one_line, config, process
 
 from cosinegate.deploy.benchmark import benchmark
 from cosinegate.deploy.export import export
-from cosinegate.deploy.frontier import frontier
+from cosinegate.deploy.frontier import forced, frontier
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import is_the_records, load_trained
 from cosinegate.deploy.weights import read_exported
@@ -88,8 +88,25 @@ def test_one_checkpoint_gives_a_frontier(run):
     executed = [point["executed"] for point in points]
     assert executed[0] < executed[1] < executed[2] == pytest.approx(1.0, abs=0.02)
     assert points[0]["dynamic_blocks"] == 3
+    assert points[2]["shuffled"] == points[2]["rounded"] == points[2]["accuracy"]  # all open, whatever the image
+    assert points[0]["shuffled"] < points[0]["accuracy"]
+    assert points[0]["counted_rounded"] * 6 == pytest.approx(round(points[0]["counted_rounded"] * 6), abs=1e-6)
     assert (run / "figures" / "frontier.png").read_bytes()[:4] == b"\x89PNG"
     assert "training images, for the run kept none aside" in done.stdout
+
+
+def test_forced_gates_are_the_route(run):
+    trained = load_trained(str(run))
+    trained.calibrate(0.7, trained.held_out())
+    images, _ = trained.data.whole_images("test", 60)
+    runtime = SkippingNetwork(trained.folded)
+    scores = runtime(images)
+    torch.testing.assert_close(forced(trained.folded, images, runtime.gates), scores, rtol=1e-4, atol=1e-4)
+    another = runtime.gates[torch.arange(59, -1, -1)]
+    changed = (another != runtime.gates).any(1)
+    different = (forced(trained.folded, images, another) - scores).abs().amax(1) > 1e-3
+    assert changed.any()
+    assert torch.equal(changed, different)
 
 
 def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):

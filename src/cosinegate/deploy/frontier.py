@@ -1,4 +1,8 @@
-"""One checkpoint at many budgets: thresholds from held-out images, accuracy and executed FLOPs from the test set."""
+"""One checkpoint at many budgets: thresholds from held-out images, accuracy and executed FLOPs from the test set.
+
+Beside it what the routes know: the accuracy with the gates of another image (`shuffled`), and with every block open for
+all images or closed for all, by what most of them have (`rounded`). Gates that route by input are better than both.
+"""
 
 import json
 from pathlib import Path
@@ -6,11 +10,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from torch import Tensor
 
-from cosinegate import console
+from cosinegate import console, geometry
 from cosinegate.commands import CalibrateConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.flops import dense_flops, forward_flops
+from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import load_trained, run_folder_of
 from cosinegate.errors import UserError
@@ -37,13 +43,17 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
         trained.calibrate(budget, held_out)
         runtime = SkippingNetwork(trained.folded)
         scores = runtime(images)
+        another = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         opened = runtime.gates.float().mean(0)
         flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
         points.append(
             {
                 "budget": budget,
                 "accuracy": (scores.argmax(1) == labels).float().mean().item(),
+                "shuffled": _accuracy(trained.folded, images, labels, runtime.gates[another]),
+                "rounded": _accuracy(trained.folded, images, labels, (opened > 0.5).expand_as(runtime.gates)),
                 "counted": opened.mean().item(),
+                "counted_rounded": (opened > 0.5).float().mean().item(),
                 "executed": flops / (len(images) * dense),
                 "dynamic_blocks": int(((opened >= DYNAMIC[0]) & (opened <= DYNAMIC[1])).sum()),
                 "paths": len(torch.unique(runtime.gates, dim=0)),
@@ -60,6 +70,21 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     write_atomically(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
     found["figure"] = str(_draw(points, trained.config.name, folder / "figures" / "frontier.png"))
     return found
+
+
+@torch.no_grad()
+def forced(network: FoldedNetwork, images: Tensor, gates: Tensor) -> Tensor:
+    """Class scores of images that are given gates (B, N), whatever the network's own would be."""
+    x = torch.relu(network.stem(images))
+    for block, gate in zip(network.blocks, gates.T, strict=True):
+        x = torch.where(gate[:, None, None, None], block.full(x), block.identity(x))
+    return network.head(geometry.global_average_pool(x))
+
+
+def _accuracy(network: FoldedNetwork, images: Tensor, labels: Tensor, gates: Tensor) -> float:
+    parts = zip(images.split(250), gates.split(250), strict=True)
+    scores = torch.cat([forced(network, part, of_part) for part, of_part in parts])
+    return (scores.argmax(1) == labels).float().mean().item()
 
 
 def _draw(points: list[dict[str, Any]], name: str, path: Path) -> Path:
@@ -91,6 +116,8 @@ def show(found: dict[str, Any]) -> None:
         (
             f"{point['budget']:g}",
             console.percent(point["accuracy"]),
+            console.percent(point["shuffled"]),
+            console.percent(point["rounded"]),
             f"{point['counted']:.3f}",
             f"{point['executed']:.3f}",
             str(point["dynamic_blocks"]),
@@ -99,6 +126,6 @@ def show(found: dict[str, Any]) -> None:
         )
         for point in found["points"]
     ]
-    columns = ("budget", "accuracy", "counted", "executed", "dynamic", "paths", "open by block")
+    columns = ("budget", "accuracy", "shuffled", "rounded", "counted", "executed", "dynamic", "paths", "open by block")
     console.show_table(f"{found['checkpoint']}, calibrated on {found['calibrated_on']}", columns, rows)
     console.say(f"figure  {found['figure']}")
