@@ -42,6 +42,18 @@ def test_the_shares_spend_the_budget_whatever_the_worth(sharing, worth):
             assert len(set(shares)) == 1
 
 
+@pytest.mark.parametrize("credit", ["slope", "cost"])
+def test_what_the_blocks_are_worth_can_be_said_and_stays(credit):
+    overrides = ("+experiment=digits_predictive", "gate.quantile.worth=[3,-3,0]", f"gate.quantile.credit={credit}")
+    made = build_network(config(*overrides)).blocks[1].gate.opening.budget
+    assert made.worth.tolist() == [3.0, -3.0, 0.0]
+    assert not made.worth.requires_grad
+    for place in range(3):
+        made.remember(place, torch.full((9,), 5.0 * place))  # prices that say otherwise
+    first, second, third = made.shares(0.75)
+    assert first > third > second
+
+
 def test_the_budget_is_reached_by_prog():
     made = budget()
     made.worth.data = torch.tensor([2.0, 0.0, -2.0])
@@ -144,6 +156,8 @@ def test_thresholds_at_the_ends_and_with_ties():
         (("objective.tau_target=0.4",), "must lie from"),
         (("objective.tau_target=0.99",), "must lie from"),
         (("network.depth=8",), "no block is left"),
+        (("gate.quantile.worth=[1,2]",), "must be 3 numbers"),
+        (("gate.quantile.worth=[1,2,3]", "gate.quantile.sharing=block"), "must be 3 numbers"),
         (("gate.quantile.credit=cost", "gate.signal=exact"), "needs gate.signal=predicted"),
         (("gate.quantile.sharing=block", "objective.tau_target=0.4"), "must lie from 0.500 to 1.000"),
     ],

@@ -106,7 +106,11 @@ def _budget(config: DictConfig) -> Budget:
     tau, free = config.objective.tau_target, costs[~gated].sum().item()
     if not gated.any():
         raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
-    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, quantile.low, quantile.high)
+    worth = None if quantile.worth is None else list(quantile.worth)
+    if worth is not None and (quantile.sharing is not Sharing.network or len(worth) != gated.sum()):
+        needed = f"must be {int(gated.sum())} numbers, one for each gated block, with gate.quantile.sharing=network"
+        raise UserError(f"gate.quantile.worth = {worth}: {needed}")
+    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, quantile.low, quantile.high, worth)
     low, high = (quantile.low, quantile.high) if quantile.sharing is Sharing.network else (0.0, 1.0)
     if not low <= budget.gated_share(tau) <= high:
         least, most = (free + (1 - free) * bound for bound in (low, high))

@@ -25,13 +25,21 @@ class Budget(nn.Module):
     With Sharing.network the shares lie between `low` and `high`, so that no block becomes a constant. With Credit.slope
     each block has a learned worth, whose gradient is what opening the block more is worth to the loss. With Credit.cost
     logits are prices, so that one price, over those of the last RECENT training images, parts all samples of all
-    blocks.
+    blocks. A given `worth` is not learned.
     """
 
     recent: Tensor | None
 
     def __init__(
-        self, tau_target: float, costs: Tensor, free: float, sharing: Sharing, credit: Credit, low: float, high: float
+        self,
+        tau_target: float,
+        costs: Tensor,
+        free: float,
+        sharing: Sharing,
+        credit: Credit,
+        low: float,
+        high: float,
+        worth: list[float] | None = None,
     ) -> None:
         super().__init__()
         self.tau_target, self.free, self.low, self.high = tau_target, free, low, high
@@ -39,9 +47,11 @@ class Budget(nn.Module):
         self.share: Share | None = None  # of a global batch over several processes
         self.costs = costs.tolist()
         self.credit = credit
-        learns = sharing is Sharing.network
-        self.worth = nn.Parameter(torch.zeros(len(costs))) if learns and credit is Credit.slope else None
+        learns = sharing is Sharing.network and worth is None
         prices = learns and credit is Credit.cost
+        first = torch.zeros(len(costs)) if worth is None else torch.tensor(worth)
+        known = sharing is Sharing.block or prices
+        self.worth = None if known else nn.Parameter(first, requires_grad=learns)
         self.register_buffer("recent", torch.zeros(len(costs), RECENT) if prices else None)
         self.register_buffer("seen", torch.zeros(len(costs), dtype=torch.long) if prices else None)
 

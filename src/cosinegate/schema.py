@@ -85,6 +85,7 @@ class QuantileConfig:
     sharing: Sharing = Sharing.block
     low: float = 0.15  # the least and the greatest share of a block, with sharing: network
     high: float = 0.95
+    worth: list[float] | None = None  # of each gated block, with sharing: network; null: learned
     temperature: float = 0.5  # of the straight-through gradient, in standard deviations of the logit; credit: slope
     credit: Credit = Credit.slope
 
