@@ -139,7 +139,7 @@ def test_calibration_meets_the_share_of_every_block(look, rng):
 
 def test_gates_that_look_at_f_can_be_calibrated_too(rng):
     torch.manual_seed(0)
-    network = build_network(config("+experiment=digits_predictive", "gate.signal=exact"))
+    network = build_network(config("+experiment=digits_predictive", "gate.signal=exact", "gate.quantile.credit=slope"))
     reached = calibrate(network, [0.3, 0.6, 0.9], images(100, rng))
     assert reached == pytest.approx([0.3, 0.6, 0.9], abs=1e-6)
 

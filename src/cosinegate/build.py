@@ -102,7 +102,7 @@ def _budget(config: DictConfig) -> Budget:
     costs = _block_weights(config) if config.objective.weighting is Weighting.flops else torch.ones(len(gated))
     costs = costs / costs.sum()
     if quantile.credit is Credit.cost and config.gate.signal is not Signal.predicted:
-        raise UserError("gate.quantile.credit = cost: needs gate.signal=predicted, a gate that decides before F")
+        raise UserError("gate.quantile.credit = cost: needs gate.signal=predicted; else gate.quantile.credit=slope")
     tau, free = config.objective.tau_target, costs[~gated].sum().item()
     if not gated.any():
         raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
