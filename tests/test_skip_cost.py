@@ -111,7 +111,7 @@ def test_gates_learn_which_images_a_block_can_be_skipped_for(rng):
     data.setup()
     network, (x, y) = module.network.train(), data.whole_images("train", 1200)
     of_gates = [p for block in network.blocks if block.gate is not None for p in block.gate.parameters()]
-    for parameters, lr, steps in ((network.parameters(), 0.05, 60), (of_gates, 0.02, 250)):
+    for parameters, lr, steps in ((network.parameters(), 0.05, 40), (of_gates, 0.05, 120)):
         sgd = torch.optim.SGD(parameters, lr, momentum=0.9)
         for _ in range(steps):
             some = torch.randint(len(x), (64,), generator=rng)
@@ -130,7 +130,7 @@ def test_gates_learn_which_images_a_block_can_be_skipped_for(rng):
         cost = skip_cost(network, place, kept[0], output.routing.gates, y)
         closed = output.routing.logits[:, place].argsort()[:100]
         learned.append((cost[closed].mean() / cost.mean()).item())
-    assert sum(learned) / 3 < 0.7  # 1: a third drawn by chance
+    assert sum(learned) / 3 < 0.6  # 1: a third drawn by chance
 
 
 def prices(sharing=Sharing.network, costs=(0.1, 0.1, 0.1), low=0.1, high=0.9) -> Budget:
