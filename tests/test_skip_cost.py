@@ -83,6 +83,16 @@ def test_only_the_gate_that_was_drawn_learns_from_the_error(rng):
         assert touched == name.startswith("blocks.3.gate.controller"), name
 
 
+def test_gates_that_are_not_drawn_have_a_gradient_of_zero(rng):
+    """Several processes want one for every parameter, and momentum goes on alike in one process and in several."""
+    network = trained_a_little(rng)
+    x, target = batch(64, rng)
+    _, error = priced(network, [1, 3, 5], x, target)
+    error.backward()
+    gradients = [network.blocks[place].gate.controller.w2.weight.grad for place in (1, 3, 5)]
+    assert sum(bool(gradient.any()) for gradient in gradients) == 1
+
+
 def test_the_error_is_of_the_logit_by_gamma(rng):
     network = trained_a_little(rng)
     x, target = batch(64, rng)
@@ -168,6 +178,15 @@ def test_what_is_opened_is_what_costs_most_to_skip(rng):
     dearest = logits.flatten().argsort(descending=True)[:number]
     wanted = [((dearest // 400) == place).sum().item() / 400 for place in range(3)]
     assert made.shares() == pytest.approx(wanted, abs=0.005)
+
+
+def test_a_block_of_twice_the_flops_must_be_worth_twice_as_much(rng):
+    made = prices(costs=(0.1, 0.2, 0.1))
+    logits = torch.rand(400, generator=rng) + 0.5
+    for place in range(3):
+        made.remember(place, logits)
+    first, dear, last = made.shares()
+    assert first == last > dear
 
 
 def test_the_last_images_are_remembered():

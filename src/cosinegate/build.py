@@ -48,8 +48,7 @@ class GateMaker:
         if self.budget is None:
             return self.relaxation
         self.made += 1
-        quantile = self.config.quantile
-        return Quantile(self.budget, self.made - 1, quantile.temperature)
+        return Quantile(self.budget, self.made - 1, self.config.quantile.temperature)
 
 
 def blocks_per_stage(config: DictConfig) -> list[int]:

@@ -12,7 +12,7 @@ from cosinegate.processes import Share
 from cosinegate.relaxation import Opened
 
 CHUNK = 256  # images at a time
-RECENT = 2048
+RECENT = 2048  # images, whose logits the price is found from
 LEAST_SPREAD = 1.0  # of the logits, below which the straight-through gradient grows no further
 
 

@@ -33,9 +33,9 @@ def prog(t: float, warmup_epochs: float, start_epoch: float = 0.0) -> float:
 class Objective(nn.Module):
     """L = L_CE + λ_cons·L_cons + λ_flops·prog·max(0, ḡ - τ_target)² + λ_predict·L_predict. A callback moves `prog`.
 
-    L_predict is the squared error of the predicted measure, averaged over the blocks that predict, and that of logits
-    which learn what skipping costs; it reaches nothing but the gates. With Sided.two a mean gate below the target costs
-    as much as one above it.
+    L_predict is the squared error of the predicted measure, averaged over the blocks that predict, and the error of
+    logits which learn what skipping costs (`skip_cost.priced`); it reaches nothing but the gates. With Sided.two a mean
+    gate below the target costs as much as one above it.
 
     With several processes each gives its `share` of the global batch's terms, so that their average is the global loss.
     """
