@@ -65,6 +65,24 @@ def test_the_budget_is_reached_by_prog():
     assert spent(made, made.shares(0.7)) == pytest.approx(0.7, abs=1e-6)  # a trained network's, whatever the schedule
 
 
+def test_shares_go_from_where_they_begin_to_their_own():
+    overrides = ("+experiment=digits_predictive", "gate.quantile.begin=[1,0,0.5]", "objective.tau_target=0.8")
+    made = build_network(config(*overrides)).blocks[1].gate.opening.budget
+    for place, logits in enumerate(torch.randn(3, 50)):
+        made.remember(place, logits)
+    assert made.shares() == [1.0, 0.0, 0.5]
+    made.prog = 0.25
+    for now, first, last in zip(made.shares(), (1.0, 0.0, 0.5), made.shares(0.8), strict=True):
+        assert now == pytest.approx(0.75 * first + 0.25 * last)
+    made.prog = 1.0
+    assert made.shares() == pytest.approx(made.shares(0.8))
+
+
+def test_a_closed_block_can_begin_closed(rng):
+    opening = Quantile(Budget(0.7, torch.ones(2), 0.5, Sharing.block, Credit.cost, 0.1, 0.9, None, [0.0, 1.0]), 0, 0.5)
+    assert not opening(torch.randn(64, generator=rng)).gate.any()
+
+
 def test_training_opens_the_share_of_every_batch_and_evaluation_each_sample_by_itself(rng):
     made = budget(sharing=Sharing.block)
     opening = Quantile(made, 1, temperature=0.5)
@@ -158,6 +176,8 @@ def test_thresholds_at_the_ends_and_with_ties():
         (("network.depth=8",), "no block is left"),
         (("gate.quantile.worth=[1,2]",), "must be 3 numbers"),
         (("gate.quantile.worth=[1,2,3]", "gate.quantile.sharing=block"), "must be 3 numbers"),
+        (("gate.quantile.begin=[1,0]",), "must be 3 shares from 0 to 1"),
+        (("gate.quantile.begin=[1,0,1.5]",), "must be 3 shares from 0 to 1"),
         (("gate.quantile.credit=cost", "gate.signal=exact"), "needs gate.signal=predicted"),
         (("gate.quantile.sharing=block", "objective.tau_target=0.4"), "must lie from 0.500 to 1.000"),
     ],

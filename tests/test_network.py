@@ -114,6 +114,15 @@ def test_open_gates_are_the_dense_network():
     torch.testing.assert_close(gated(images()).logits, dense(images()).logits)
 
 
+@pytest.mark.parametrize("gate", ["cosine", "predictive"])
+def test_a_seed_gives_the_network_the_same_weights_with_any_gate(gate):
+    dense, gated = (build_module(config(f"gate={choice}", "seed=3")).network for choice in ("none", gate))
+    of_gated = gated.state_dict()
+    assert all(torch.equal(value, of_gated[name]) for name, value in dense.state_dict().items())
+    first, *others = (block.gate.controller.w1.weight for block in gated.blocks if block.gate is not None)
+    assert not any(first.shape == other.shape and torch.equal(first, other) for other in others)
+
+
 def test_evaluation_is_deterministic_and_hard_and_training_is_not():
     network = build_network(config())
     trained = [network(images()).routing.gates for _ in range(2)]

@@ -29,10 +29,17 @@ class GateMaker:
         self.made = 0
 
     def __call__(self, channels: int, is_first: bool) -> CosineGate | None:
-        """Of a block whose input has `channels` channels; `is_first` of its stage."""
-        config = self.config
-        if config.kind is GateKind.none or (is_first and not config.first_blocks):
+        """Of a block whose input has `channels` channels; `is_first` of its stage.
+
+        It draws its weights aside, so that the network around it begins as it would with other gates, or with none.
+        """
+        if self.config.kind is GateKind.none or (is_first and not self.config.first_blocks):
             return None
+        with torch.random.fork_rng(devices=[]):
+            return self._make(channels)
+
+    def _make(self, channels: int) -> CosineGate:
+        config = self.config
         predicted = config.signal is Signal.predicted
         features = STATISTICS * channels if predicted else channels
         hidden = max(2, channels // config.controller.reduction)
@@ -109,7 +116,11 @@ def _budget(config: DictConfig) -> Budget:
     if worth is not None and (quantile.sharing is not Sharing.network or len(worth) != gated.sum()):
         needed = f"must be {int(gated.sum())} numbers, one for each gated block, with gate.quantile.sharing=network"
         raise UserError(f"gate.quantile.worth = {worth}: {needed}")
-    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, quantile.low, quantile.high, worth)
+    begin = None if quantile.begin is None else list(quantile.begin)
+    if begin is not None and (len(begin) != gated.sum() or not all(0 <= share <= 1 for share in begin)):
+        raise UserError(f"gate.quantile.begin = {begin}: must be {int(gated.sum())} shares from 0 to 1")
+    bounds = quantile.low, quantile.high
+    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, *bounds, worth, begin)
     low, high = (quantile.low, quantile.high) if quantile.sharing is Sharing.network else (0.0, 1.0)
     if not low <= budget.gated_share(tau) <= high:
         least, most = (free + (1 - free) * bound for bound in (low, high))

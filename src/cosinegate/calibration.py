@@ -20,7 +20,8 @@ class Budget(nn.Module):
     """One for all gates of a network: which share of the samples each of the G gated blocks computes.
 
     The shares' mean, weighted by `costs`, is what makes the mean gate over all blocks `tau_target`; `free` is what the
-    blocks without a gate cost. It goes from all open to that by `prog`, which a callback moves.
+    blocks without a gate cost. Shares go from what they `begin` with, else from all open, to that by `prog`, which a
+    callback moves.
 
     With Sharing.network the shares lie between `low` and `high`, so that no block becomes a constant. With Credit.slope
     each block has a learned worth, whose gradient is what opening the block more is worth to the loss. With Credit.cost
@@ -40,12 +41,14 @@ class Budget(nn.Module):
         low: float,
         high: float,
         worth: list[float] | None = None,
+        begin: list[float] | None = None,
     ) -> None:
         super().__init__()
         self.tau_target, self.free, self.low, self.high = tau_target, free, low, high
         self.prog = 0.0
         self.share: Share | None = None  # of a global batch over several processes
         self.costs = costs.tolist()
+        self.begin = [1.0] * len(costs) if begin is None else begin
         self.credit = credit
         learns = sharing is Sharing.network and worth is None
         prices = learns and credit is Credit.cost
@@ -62,9 +65,11 @@ class Budget(nn.Module):
 
     def shares(self, tau_target: float | None = None) -> list[float]:
         """(G,); with a `tau_target` what the trained network gives each block at that budget."""
-        prog = self.prog if tau_target is None else 1.0
-        mean = 1 - prog * (1 - self.gated_share(self.tau_target if tau_target is None else tau_target))
-        low, high = (1 - prog * (1 - bound) for bound in (min(self.low, mean), max(self.high, mean)))
+        if tau_target is None:
+            settled = self.shares(self.tau_target)
+            return [first + self.prog * (last - first) for first, last in zip(self.begin, settled, strict=True)]
+        mean = self.gated_share(tau_target)
+        low, high = min(self.low, mean), max(self.high, mean)
         if self.recent is not None and self.seen.min() > 0:
             return self._by_price(mean, low, high)
         if self.worth is None:
@@ -104,10 +109,10 @@ class Budget(nn.Module):
             self.recent[place, where] = logits.to(self.recent.dtype)
             self.seen[place] += len(logits)
 
-    def slope(self, share: float) -> float:
+    def slope(self, place: int) -> float:
         """How fast a block's share moves with its worth: not at all near the bounds."""
-        low, high = (1 - self.prog * (1 - bound) for bound in (self.low, self.high))
-        return max(0.0, (share - low) * (high - share) / (high - low))
+        share = self.shares(self.tau_target)[place]
+        return self.prog * max(0.0, (share - self.low) * (self.high - share) / (self.high - self.low))
 
     def extra_repr(self) -> str:
         return f"tau_target={self.tau_target}, low={self.low}, high={self.high}"
@@ -150,7 +155,7 @@ class Quantile(nn.Module):
         if self.budget.worth is not None:
             near = soft.detach() * (1 - soft.detach())  # the samples near the threshold speak for the block
             of_all = torch.sigmoid((logits - turn) / scale)
-            worth = self.budget.slope(share) * self.budget.worth[self.place]
+            worth = self.budget.slope(self.place) * self.budget.worth[self.place]
             z = z + near / (of_all * (1 - of_all)).mean().clamp_min(1e-6) * (worth - worth.detach())
         return Opened(z, turn)
 

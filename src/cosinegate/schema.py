@@ -86,6 +86,7 @@ class QuantileConfig:
     low: float = 0.15  # the least and the greatest share of a block, with sharing: network
     high: float = 0.95
     worth: list[float] | None = None  # of each gated block, with sharing: network; null: learned
+    begin: list[float] | None = None  # share of each gated block before the budget is asked for; null: all open
     temperature: float = 0.5  # of the straight-through gradient, in standard deviations of the logit; credit: slope
     credit: Credit = Credit.slope
 
