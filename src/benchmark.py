@@ -1,4 +1,4 @@
-"""Time a run's deployed forms against the dense network: `python src/benchmark.py run=runs/mnist/<run>`."""
+"""Time a run's deployed forms against the dense network: `python src/benchmark.py run=runs/<experiment>/<run>`."""
 
 from omegaconf import DictConfig
 

@@ -88,15 +88,17 @@ def test_the_runtime_leaves_the_images_and_the_network_as_they_were(rng):
     torch.testing.assert_close(runtime(x.contiguous()), first)  # another layout
 
 
+@pytest.mark.parametrize("form", [lambda network: network, SkippingNetwork], ids=["folded", "skipping"])
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 3, 8, 8), (1, 1, 8)])
-def test_images_of_another_shape_are_one_line(shape, rng):
-    runtime = SkippingNetwork(folded(trained(rng=rng)))
+def test_images_of_another_shape_are_one_line(shape, form, rng):
+    runtime = form(folded(trained(rng=rng)))
     with pytest.raises(UserError, match="must be \\(batch, 1, height, width\\)"):
         runtime(torch.zeros(shape))
 
 
-def test_images_of_another_size_or_type_are_one_line(rng):
-    runtime = SkippingNetwork(folded(trained(rng=rng), size=(8, 8)))
+@pytest.mark.parametrize("form", [lambda network: network, SkippingNetwork], ids=["folded", "skipping"])
+def test_images_of_another_size_or_type_are_one_line(form, rng):
+    runtime = form(folded(trained(rng=rng), size=(8, 8)))
     with pytest.raises(UserError, match="must be \\(batch, 1, 8, 8\\)"):
         runtime(torch.zeros(2, 1, 9, 8))
     with pytest.raises(UserError, match="must be normalised"):

@@ -138,8 +138,15 @@ def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):
     assert read_record(others["dense"])["latency_ms"] > 0
     assert (run / "benchmark" / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
     table = (run / "benchmark" / "benchmark.md").read_text()
-    for words in ("FLOPs counted", "FLOPs executed", "time ratio", "onnxruntime int8"):
+    for words in ("FLOPs counted", "FLOPs executed", "time ratio", "onnxruntime int8", "one image", "convolutions"):
         assert words in table
+    for row in found["rows"]:
+        assert row["ms_per_image"] == min(row["ways"].values()) == row["ways"][row["way"]]
+    for batch in ("1", "64"):  # what skipping pays for
+        dense, skipping = (found["kernels"][batch][name] for name in ("dense", "skipping"))
+        assert dense["branches"] == dense["selecting"] == 0 < dense["convolutions"]
+        assert skipping["branches" if batch == "1" else "selecting"] > 0
+        assert all(value >= 0 for value in (*dense.values(), *skipping.values()))
     drawn = process("src/pareto.py", f"runs={run.parent}", "x=latency", f"folder={run.parent / 'pareto'}")
     assert drawn.returncode == 0, drawn.stderr
     assert "latency" in drawn.stdout

@@ -24,7 +24,8 @@ def by_hand(depth=20, width=16) -> int:
 def test_dense_flops_are_those_of_a_count_by_hand():
     dense = build_network(config("gate=none"))
     assert dense_flops(dense, SHAPE) == forward_flops(dense, torch.zeros(1, 3, 32, 32)) == by_hand()
-    assert dense_flops(build_network(config()), SHAPE) == by_hand()
+    for gate in ("gate=cosine", "gate=predictive"):
+        assert dense_flops(build_network(config(gate)), SHAPE) == by_hand()
 
 
 def test_the_papers_gate_executes_more_than_the_dense_network_even_when_all_gates_are_closed():

@@ -16,6 +16,7 @@ FORMAT = 1
 AWAY = "move its folder away to train the run again"
 STATES = ("running", "finished", "failed")
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
+PACKAGES += ("onnx", "onnxruntime", "safetensors")
 
 Row = dict[str, float]
 

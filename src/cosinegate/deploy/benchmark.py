@@ -23,6 +23,7 @@ from cosinegate.deploy.benchmark_table import as_markdown, draw
 from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
+from cosinegate.deploy.kernels import kernel_times
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import Trained, chosen_path, is_the_records, load_trained, run_folder_of
@@ -57,6 +58,7 @@ class Row:
     to_fastest: float  # to the fastest dense network of any engine
     bar: float | None
     met: bool | None
+    ways: dict[str, float]  # ms an image of every way
 
 
 @dataclass
@@ -114,6 +116,8 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
             rows += _rows(models, ways.at(batch), batch, images, asked.rounds)
+        console.say("asking onnxruntime where its time goes")
+        kernels = {str(batch): ways.kernels(batch, images) for batch in _ends(asked.batches)}
     found = {
         "run": str(run_folder_of(trained.path)),
         "data": trained.config.data.name.name,
@@ -123,6 +127,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         "counted": counted,
         "executed": executed,
         "rows": [asdict(row) for row in rows],
+        "kernels": kernels,
         "provenance": provenance(),
     }
     write_atomically(folder / "benchmark.json", json.dumps(found, indent=2) + "\n")
@@ -139,6 +144,7 @@ class Ways:
         self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int, compiles: bool
     ) -> None:
         self.models, self.threads, self.images, self.compiles = models, threads, images, compiles
+        self.scratch = scratch
         shape = tuple(images.shape[1:])
         console.say("exporting to ONNX")
         for name, model in models.items():
@@ -161,6 +167,12 @@ class Ways:
             if (f"{name}-int8", 1) in self.sessions:
                 ways[name, "onnxruntime int8"] = self._onnx(f"{name}-int8", batch)
         return ways
+
+    def kernels(self, batch: int, images: Tensor) -> dict[str, dict[str, float]]:
+        """Of the dense and the skipping network on onnxruntime: ms an image by kind of operator."""
+        some = images[: max(batch, IMAGES_A_ROUND)].contiguous().numpy()
+        files = {name: f"{name}-one.onnx" if batch == 1 else f"{name}.onnx" for name in ("dense", "skipping")}
+        return {name: kernel_times(self.scratch / file, some, batch, self.scratch) for name, file in files.items()}
 
     def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
         ways: dict[str, Run] = {"whole": SkippingNetwork(network, batch)}
@@ -249,6 +261,7 @@ def _rows(
         if (model, engine) not in best or statistics.median(found) < statistics.median(best[model, engine][1]):
             best[model, engine] = way, found
     medians = {key: statistics.median(found) for key, (_, found) in best.items()}
+    all_ways = {key: {way: statistics.median(times[*key, way]) for way in by_way} for key, by_way in ways.items()}
     fastest = min(value for (name, _), value in medians.items() if name == "dense")
     made = []
     for (name, engine), (way, found) in best.items():
@@ -259,9 +272,26 @@ def _rows(
         met = None if bar is None else ratio <= bar
         flops = model.counted, model.executed
         made.append(
-            Row(name, engine, batch, way, median, (high - low) / median, *flops, ratio, median / fastest, bar, met)
+            Row(
+                name,
+                engine,
+                batch,
+                way,
+                median,
+                (high - low) / median,
+                *flops,
+                ratio,
+                median / fastest,
+                bar,
+                met,
+                all_ways[name, engine],
+            )
         )
     return sorted(made, key=lambda row: row.engine)
+
+
+def _ends(batches: list[int]) -> list[int]:
+    return sorted({min(batches), max(batches)})
 
 
 def _bar(engine: str, batch: int, executed: float) -> float | None:

@@ -29,7 +29,32 @@ def as_markdown(found: dict[str, Any]) -> str:
             f"{row['executed']:.3f} | {row['time_ratio']:.3f} | {bar} | {row['ms_per_image']:.3f} | "
             f"{row['spread']:.2f} | {row['to_fastest']:.3f} |"
         )
+    lines += _ways(found["rows"]) + _kernels(found["kernels"])
     return "\n".join([*lines, "", f"Command: `python {found['provenance']['command']}`", ""])
+
+
+def _ways(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["", "Every way to run them, ms an image; the table above has the fastest of each:", ""]
+    lines += ["| batch | engine | model | ways |", "|---:|---|---|---|"]
+    for row in rows:
+        ways = ", ".join(f"{way} {ms:.3f}" for way, ms in sorted(row["ways"].items(), key=lambda one: one[1]))
+        lines.append(f"| {row['batch']} | {row['engine']} | {row['model']} | {ways} |")
+    return lines
+
+
+def _kernels(kernels: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """What a skipping network saves in convolutions and pays for routing."""
+    lines = [
+        "",
+        "Where onnxruntime's time goes, by its profiler (one thread, ms an image; profiling itself takes time):",
+    ]
+    kinds = list(next(iter(kernels.values()))["dense"])
+    lines += ["", f"| batch | model | {' | '.join(kinds)} | sum |", f"|---:|---|{'---:|' * (len(kinds) + 1)}"]
+    for batch, models in kernels.items():
+        for name, spent in models.items():
+            figures = " | ".join(f"{value:.3f}" for value in (*spent.values(), sum(spent.values())))
+            lines.append(f"| {batch} | {name} | {figures} |")
+    return lines
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -28,7 +28,7 @@ def dense_flops(network: ResNet, shape: tuple[int, int, int]) -> int:
     """FLOPs for one image (H, W, C) of the same network without its gates, counted on shapes alone."""
     dense = copy.deepcopy(network).to("meta")
     for block in dense.blocks:
-        block.gate = None
+        block.gate, block.looks = None, False
     height, width, channels = shape
     return forward_flops(dense, torch.empty(1, channels, height, width, device="meta"))
 

@@ -63,7 +63,18 @@ class FoldedNetwork(nn.Module):
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
         self.size = size  # (H, W) of the images that it was trained on, where that is known
 
+    def check(self, images: Tensor) -> None:
+        """Ends with one line where images are not such as the network was trained on."""
+        channels = self.stem.in_channels
+        if images.dim() != 4 or images.shape[1] != channels or self.size not in (None, tuple(images.shape[2:])):
+            wanted = ", ".join(map(str, self.size or ("height", "width")))
+            raise UserError(f"images have shape {tuple(images.shape)}: must be (batch, {channels}, {wanted})")
+        if images.dtype != self.stem.weight.dtype:
+            raise UserError(f"images are {images.dtype}: must be normalised {self.stem.weight.dtype}")
+
     def forward(self, images: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.check(images)
         x, seen = torch.relu(self.stem(images)), None
         for block in self.blocks:
             if block.looks:

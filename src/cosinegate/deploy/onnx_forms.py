@@ -112,8 +112,11 @@ def keep_weights_in_branches(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def session(path: Path, threads: int) -> onnxruntime.InferenceSession:
+def session(path: Path, threads: int, profile: Path | None = None) -> onnxruntime.InferenceSession:
+    """`profile`: how the name of the profiler's file begins."""
     options = onnxruntime.SessionOptions()
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
-from cosinegate.errors import UserError
 
 MICRO_BATCH = 32
 FUSES = torch.backends.mkldnn.is_available()  # elsewhere the same calls are made one after the other
@@ -110,12 +109,7 @@ class SkippingNetwork:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        channels, size = self.network.stem.in_channels, self.network.size
-        if images.dim() != 4 or images.shape[1] != channels or size not in (None, tuple(images.shape[2:])):
-            wanted = ", ".join(map(str, size or ("height", "width")))
-            raise UserError(f"images have shape {tuple(images.shape)}: must be (batch, {channels}, {wanted})")
-        if images.dtype != self.network.stem.weight.dtype:
-            raise UserError(f"images are {images.dtype}: must be normalised {self.network.stem.weight.dtype}")
+        self.network.check(images)
         self.gates = torch.ones(len(images), len(self.blocks), dtype=torch.bool)
         if len(images) == 0:
             return images.new_zeros(0, self.network.head.out_features)

@@ -1,0 +1,42 @@
+"""Where onnxruntime's time goes, by its own profiler."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from cosinegate.deploy.onnx_forms import session
+
+KINDS = {  # of operators; those that are not here are "other"
+    "convolutions": ("Conv", "FusedConv"),
+    "layout": ("ReorderInput", "ReorderOutput", "Transpose"),
+    "branches": ("If",),  # without what runs in them
+    "selecting": ("NonZero", "Gather", "GatherND", "ScatterND", "ScatterElements"),
+    "statistics": ("ReduceMean", "ReduceMax", "GlobalAveragePool", "GlobalMaxPool", "AveragePool", "MaxPool"),
+    "matrix products": ("Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
+}
+KIND_OF = {operator: kind for kind, operators in KINDS.items() for operator in operators}
+
+
+def kernel_times(path: Path, images: np.ndarray, batch: int, scratch: Path) -> dict[str, float]:
+    """ms an image of every kind of operator of an ONNX file, on one thread; `between` is what no operator takes."""
+    model = session(path, 1, profile=scratch / path.stem)
+    for start in range(0, len(images), batch):
+        model.run(None, {"images": images[start : start + batch]})
+    events = json.loads(Path(model.end_profiling()).read_text())
+    whole = sum(event["dur"] for event in events if event["name"] == "model_run")
+    nodes = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
+    outer = [event for event in nodes if event["args"]["op_name"] == "If"]
+    spent: Counter[str] = Counter()
+    for event in nodes:
+        spent[KIND_OF.get(event["args"]["op_name"], "other")] += event["dur"]
+        around = [o for o in outer if o is not event and _within(event, o)]
+        if around:
+            spent["branches"] -= event["dur"]
+    spent["between"] = whole - sum(spent.values())
+    return {kind: spent[kind] / 1000 / len(images) for kind in (*KINDS, "other", "between")}
+
+
+def _within(event: dict, other: dict) -> bool:
+    return other["ts"] <= event["ts"] and event["ts"] + event["dur"] <= other["ts"] + other["dur"]
