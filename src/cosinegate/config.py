@@ -49,7 +49,7 @@ RULES: list[Rule] = [
     ("gate.threshold", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     ("gate.predictor.hidden", lambda v: v >= 1, "at least 1"),
     ("gate.predictor.switch_epoch", lambda v: v >= 0, "at least 0"),
-    ("gate.quantile.low", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
+    ("gate.quantile.low", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("gate.quantile.high", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     ("gate.quantile.temperature", lambda v: v > 0, "above 0"),
     ("gate.controller.reduction", lambda v: v >= 1, "at least 1"),
