@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import Started
 
 import cosinegate.config  # noqa: F401 (registers the schema)
 from cosinegate import cli
@@ -19,19 +20,30 @@ config = cli.compose  # the config that a command line with these overrides woul
 torch.set_num_threads(1)
 
 
-def process(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """A real command line of the project, as a user would type it after activating .venv."""
+def process(*command: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> subprocess.CompletedProcess:
+    """A real command line of the project, as a user would type it after activating .venv.
+
+    Forked from a process that has imported what commands import; `afresh` starts Python itself.
+    """
+    if afresh:
+        environment = _environment(environment)
+        command = [sys.executable, *command]
+        return subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        )
+    running = started(*command, cwd=cwd, **environment)
+    written, errors = running.communicate()
+    return subprocess.CompletedProcess(list(command), running.returncode, written, errors)
+
+
+def started(*command: str, cwd: Path = ROOT, merged: bool = False, **environment: str) -> Started:
+    """Such a command while it runs; `merged` writes its errors where its output goes."""
+    return Started(list(command), cwd, _environment(environment), merged)
+
+
+def _environment(own: dict[str, str]) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    own = {"OMP_NUM_THREADS": "1", "NETRC": "/nonexistent", "PYTHONWARNINGS": "default"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=inherited | own | environment,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    return inherited | {"OMP_NUM_THREADS": "1", "NETRC": "/nonexistent", "PYTHONWARNINGS": "default"} | own
 
 
 def assert_one_line(done: subprocess.CompletedProcess, *fragments: str) -> None:

@@ -24,4 +24,4 @@ def test_the_benchmark_measures_every_bar_and_says_which_are_missed(tmp_path):
 
 
 def test_a_benchmark_of_nothing_is_refused():
-    assert_one_line(process("src/bench.py", "rounds=0"), "rounds = 0", "at least 1")
+    assert_one_line(process("src/bench.py", "rounds=0", afresh=True), "rounds = 0", "at least 1")

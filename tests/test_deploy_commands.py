@@ -38,7 +38,7 @@ def test_the_trained_run_routes_by_input_and_executes_less(run):
 
 @pytest.fixture(scope="module")
 def exported(run):
-    done = process("src/export.py", f"run={run}", "threads=1")
+    done = process("src/export.py", f"run={run}", "threads=1", afresh=True)
     assert done.returncode == 0, done.stderr
     return done.stdout, run / "export"
 
@@ -79,7 +79,7 @@ def test_the_exported_weights_are_the_network(run, exported):
 
 
 def test_one_checkpoint_gives_a_frontier(run):
-    done = process("src/calibrate.py", f"run={run}", "budgets=[0.6,0.8,1.0]", "threads=1")
+    done = process("src/calibrate.py", f"run={run}", "budgets=[0.6,0.8,1.0]", "threads=1", afresh=True)
     assert done.returncode == 0, done.stderr
     points = json.loads((run / "frontier.json").read_text())["points"]
     assert [point["budget"] for point in points] == [0.6, 0.8, 1.0]
@@ -111,7 +111,7 @@ def test_forced_gates_are_the_route(run):
 
 def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):
     few = ("batches=[1,64]", "rounds=2", "threads=1", "compile=false")
-    done = process("src/benchmark.py", f"run={run}", f"against=[{others['dense']}]", *few)
+    done = process("src/benchmark.py", f"run={run}", f"against=[{others['dense']}]", *few, afresh=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((run / "benchmark" / "benchmark.json").read_text())
     models = {(row["batch"], row["engine"], row["model"]) for row in found["rows"]}

@@ -206,7 +206,7 @@ def test_a_record_that_cannot_be_read_is_passed_over_with_a_line(record, tmp_pat
     odd = write(tmp_path / "runs", record, 0.9, 0.5, tau=0.45)
     (odd / "config.yaml").write_text("objective: [1")
     write(tmp_path / "runs" / "copy", record, 0.9, 0.5)
-    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto")
+    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto", afresh=True)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.strip().splitlines()
     assert all(line.startswith("skipped: ") for line in lines), done.stderr

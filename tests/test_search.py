@@ -1,14 +1,11 @@
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import optuna
 import pytest
-from conftest import ROOT, assert_one_line, process
+from conftest import ROOT, assert_one_line, process, started
 
 from cosinegate import cli
 from cosinegate.errors import UserError
@@ -29,10 +26,10 @@ def found(runs: Path) -> list[tuple]:
 
 def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
     options = [*SHORT, "search.trials=4", "search.population=2"]
-    whole = process("src/search.py", *options, f"runs_dir={tmp_path}/whole")
+    whole = process("src/search.py", *options, f"runs_dir={tmp_path}/whole", afresh=True)
     assert whole.returncode == 0, whole.stderr
-    command = [sys.executable, "src/search.py", *options, f"runs_dir={tmp_path}/killed"]
-    running = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    command = ["src/search.py", *options, f"runs_dir={tmp_path}/killed"]
+    running = started(*command)
 
     def epochs() -> int:
         paths = (tmp_path / "killed").glob("digits/*/record.json")
@@ -43,7 +40,7 @@ def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
         time.sleep(0.02)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    done = process(*command[1:])
+    done = process(*command)
     assert done.returncode == 0, done.stderr
     assert "1 of 4 trials finished before" in done.stdout
     assert found(tmp_path / "killed") == found(tmp_path / "whole")

@@ -228,7 +228,7 @@ def test_training_without_a_network_writes_nothing(tmp_path):
 
 
 def test_an_unknown_data_set_names_the_known_ones():
-    done = process("-m", "cosinegate.data", "imagenet")
+    done = process("-m", "cosinegate.data", "imagenet", afresh=True)
     assert done.returncode == 2
     assert "cifar10" in done.stderr
     assert_one_line(process("src/train.py", "data=imagenet"), "data/imagenet", "cifar10", "digits")

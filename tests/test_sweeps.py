@@ -1,15 +1,13 @@
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, assert_one_line, process
+from conftest import ROOT, Started, assert_one_line, process, started
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobReturn, JobStatus
@@ -54,16 +52,9 @@ def results(runs: Path) -> dict[str, object]:
     return found
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen:
-    own = {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-def until(condition, running: subprocess.Popen) -> None:
+def until(condition, running: Started) -> None:
     while not condition():
-        assert running.poll() is None, running.stdout.read().decode()
+        assert running.poll() is None, running.stdout.read()
         time.sleep(0.02)
 
 
@@ -214,7 +205,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path
         return sum(json.loads(path.read_text())["epochs"]["done"] for path in tmp_path.glob("*/*/record.json"))
 
     for moment in (1, 5):  # in the first job and in the second
-        running = start(*command)
+        running = started(*command, merged=True)
         until(lambda moment=moment: epochs() >= moment, running)
         running.send_signal(signal.SIGKILL)
         running.wait()
@@ -228,7 +219,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path
 
 def test_a_killed_parallel_sweep_leaves_no_process_behind(tmp_path):
     command = ["src/train.py", "-m", *SHORT, "seed=0,1", f"runs_dir={tmp_path}", "hydra/launcher=joblib"]
-    running = start(*command, "trainer.max_epochs=500")
+    running = started(*command, "trainer.max_epochs=500", merged=True)
     until(lambda: len(list(tmp_path.glob("*/*/checkpoints/last.ckpt"))) == 2, running)
     running.send_signal(signal.SIGKILL)
     running.wait()

@@ -1,13 +1,11 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_one_line, config, process
+from conftest import assert_one_line, config, process, started
 from test_experiments import SHORT, short
 
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
@@ -33,7 +31,7 @@ FIELDS += ["peak_memory_mib", "blocks_open"]
 def digits(tmp_path_factory):
     """One whole run of the digits experiment through its real command line."""
     root = tmp_path_factory.mktemp("digits")
-    done = process("src/train.py", "+experiment=digits", "threads=1", f"runs_dir={root}")
+    done = process("src/train.py", "+experiment=digits", "threads=1", f"runs_dir={root}", afresh=True)
     (folder,) = (root / "digits").iterdir()
     return done, folder
 
@@ -124,8 +122,8 @@ def test_a_folder_of_somebody_elses_files_is_refused(tmp_path):
 
 def test_a_killed_run_goes_on_and_ends_as_if_it_never_stopped(digits, tmp_path):
     _, whole = digits
-    command = [sys.executable, "src/train.py", "+experiment=digits", "threads=1", f"runs_dir={tmp_path}"]
-    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = ["src/train.py", "+experiment=digits", "threads=1", f"runs_dir={tmp_path}"]
+    running = started(*command)
     for line in running.stdout:
         if line.startswith("epoch 3/4"):  # so the checkpoint of epoch 2 is there
             break
@@ -137,7 +135,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_never_stopped(digits, tmp_path):
     assert record["epochs"]["done"] == len(rows)
     assert record["accuracy"]["last"] == rows[max(rows)]["val/acc"]
     assert record["mean_gate"] == rows[max(rows)]["gates/mean"]
-    resumed = process(*command[1:])
+    resumed = process(*command)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming digits in {folder}" in resumed.stdout
     assert "epoch 1/4" not in resumed.stdout
@@ -152,12 +150,12 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_never_stopped(digits, tmp_path):
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
-    command = [sys.executable, "src/train.py", "+experiment=digits", "trainer.max_epochs=500", f"runs_dir={tmp_path}"]
-    first = subprocess.Popen([*command, "threads=1"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = ["src/train.py", "+experiment=digits", "trainer.max_epochs=500", f"runs_dir={tmp_path}"]
+    first = started(*command, "threads=1")
     for line in first.stdout:
         if line.startswith("epoch 1/"):
             break
-    second = process(*command[1:], "threads=1")
+    second = process(*command, "threads=1")
     first.kill()
     first.wait()
     assert_one_line(second, str(tmp_path), "another process")
@@ -165,9 +163,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
 
 def test_an_interrupted_run_says_so_and_its_record_too(tmp_path):
     command = ["src/train.py", "+experiment=digits", "trainer.max_epochs=500", f"runs_dir={tmp_path}", "threads=1"]
-    running = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    running = started(*command)
     for line in running.stdout:
         if line.startswith("epoch 1/"):
             break

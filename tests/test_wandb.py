@@ -92,4 +92,4 @@ def _ys(panel) -> list:
 
 
 def test_a_dashboard_without_an_account_says_what_it_needs():
-    assert_one_line(process("src/dashboard.py"), "wandb login")
+    assert_one_line(process("src/dashboard.py", afresh=True), "wandb login")
