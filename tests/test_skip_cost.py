@@ -208,3 +208,12 @@ def test_training_opens_the_share_and_gives_no_slope(sharing, rng):
     assert opened.gate.sum().item() == pytest.approx(200 * opening.budget.gated_share(0.7), abs=1)
     assert not opened.gate.requires_grad
     assert logit[opened.gate == 1].min() > logit[opened.gate == 0].max()
+
+
+def test_after_training_prices_alone_decide(rng):
+    made = prices()  # in training between .1 and .9
+    for place, shift in enumerate((9.0, 0.0, -9.0)):
+        made.remember(place, torch.randn(400, generator=rng) + shift)
+    tau = made.free / (made.free + sum(made.costs)) + 1.5 * made.costs[0] / (made.free + sum(made.costs))
+    assert made.shares(tau, bounded=False) == pytest.approx([1.0, 0.5, 0.0], abs=0.01)
+    assert made.shares(tau) == pytest.approx([0.9, 0.5, 0.1], abs=0.01)

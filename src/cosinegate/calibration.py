@@ -63,15 +63,18 @@ class Budget(nn.Module):
         total = sum(self.costs)
         return (tau_target * (total + self.free) - self.free) / total
 
-    def shares(self, tau_target: float | None = None) -> list[float]:
-        """(G,); with a `tau_target` what the trained network gives each block at that budget."""
+    def shares(self, tau_target: float | None = None, bounded: bool = True) -> list[float]:
+        """(G,); with a `tau_target` what the trained network gives each block at that budget.
+
+        Prices alone decide where nothing is `bounded`: bounds are for training, in which a constant would not learn.
+        """
         if tau_target is None:
             settled = self.shares(self.tau_target)
             return [first + self.prog * (last - first) for first, last in zip(self.begin, settled, strict=True)]
         mean = self.gated_share(tau_target)
         low, high = min(self.low, mean), max(self.high, mean)
         if self.recent is not None and self.seen.min() > 0:
-            return self._by_price(mean, low, high)
+            return self._by_price(mean, low, high) if bounded else self._by_price(mean, 0.0, 1.0)
         if self.worth is None:
             return [mean] * len(self.costs)
         worth = self.worth.tolist()

@@ -43,7 +43,7 @@ class Trained:
         """Moves the thresholds so that the mean gate over all blocks is `budget` on these images; gives the shares."""
         self.check_budget(budget)
         plan = self._plan
-        shares = plan.shares(budget)
+        shares = plan.shares(budget, bounded=False)
         for place, gate in enumerate(self._gates):
             if not isinstance(gate.opening, Quantile):
                 gate.opening = Quantile(plan, place, temperature=1.0).eval()
