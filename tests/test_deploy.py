@@ -16,7 +16,7 @@ from cosinegate.deploy.folded import folded, without_gates
 from cosinegate.deploy.int8 import write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, quietly, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.specialise import routed_otherwise, specialise
+from cosinegate.deploy.specialise import routed_otherwise, settled, specialise
 from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
 
@@ -259,6 +259,9 @@ def test_specialising_removes_what_never_changes_and_says_what_that_costs(rng, t
         (8, "always computed"),
     ]
     assert all(change["otherwise"] == 0 for change in changes)
+    alone, of_thresholds = settled(folded(network))  # infinite ones need no images to be known
+    assert of_thresholds == changes
+    assert [block.head is None for block in alone.blocks] == [block.head is None for block in made.blocks]
     runtime = SkippingNetwork(made)
     torch.testing.assert_close(runtime(x), logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(runtime.gates, gates)

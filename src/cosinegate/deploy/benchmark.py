@@ -26,6 +26,7 @@ from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.kernels import kernel_times
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.specialise import settled
 from cosinegate.deploy.trained import Trained, chosen_path, is_the_records, load_trained, run_folder_of
 from cosinegate.errors import UserError
 from cosinegate.evaluate import load_checkpoint
@@ -108,7 +109,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     own = run_folder_of(trained.path) if is_own else None
     models = {
         "dense": Model(without_gates(trained.folded), 1.0, 1.0, None),
-        "skipping": Model(trained.folded, counted, executed, own),
+        "skipping": Model(settled(trained.folded)[0], counted, executed, own),
     } | others
     with tempfile.TemporaryDirectory() as scratch:
         ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)

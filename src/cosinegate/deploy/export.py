@@ -17,7 +17,7 @@ from cosinegate.config import require_positive
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.specialise import routed_otherwise, specialise
+from cosinegate.deploy.specialise import routed_otherwise, settled, specialise
 from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
 from cosinegate.deploy.weights import described, write_weights
 from cosinegate.errors import UserError
@@ -41,9 +41,10 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     held_out = trained.held_out()
     if asked.budget is not None:
         trained.calibrate(asked.budget, held_out)
-    changes = []
+    trained.folded, changes = settled(trained.folded)
     if asked.specialise:
-        trained.folded, changes = specialise(trained.folded, held_out, asked.tolerance)
+        trained.folded, more = specialise(trained.folded, held_out, asked.tolerance)
+        changes += more
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")

@@ -1,6 +1,7 @@
 """Gates that never change their mind are not worth asking: the paper's hybrid of static and dynamic execution."""
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,19 @@ def specialise(network: FoldedNetwork, images: Tensor, tolerance: float) -> tupl
     """
     runtime = SkippingNetwork(network)
     runtime(images)
-    shares = runtime.gates.float().mean(0).tolist()
+    return _without_constant_gates(network, runtime.gates.float().mean(0).tolist(), tolerance)
+
+
+def settled(network: FoldedNetwork) -> tuple[FoldedNetwork, list[dict[str, Any]]]:
+    """The same network without gates that no image can open or close: their thresholds are infinite."""
+    turns = [0.0 if block.head is None else block.head.turn.item() for block in network.blocks]
+    shares = [{math.inf: 0.0, -math.inf: 1.0}.get(turn, 0.5) for turn in turns]
+    return _without_constant_gates(network, shares, tolerance=0.0)
+
+
+def _without_constant_gates(
+    network: FoldedNetwork, shares: list[float], tolerance: float
+) -> tuple[FoldedNetwork, list[dict[str, Any]]]:
     made, changes = copy.deepcopy(network), []
     for place, (block, share) in enumerate(zip(made.blocks, shares, strict=True)):
         if block.head is None or block.removed:
