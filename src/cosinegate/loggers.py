@@ -1,5 +1,6 @@
 """Where metrics go: always metrics.csv in the run's folder; W&B where it is asked for, offline without an account."""
 
+import contextlib
 import os
 from enum import Enum
 from pathlib import Path
@@ -53,6 +54,10 @@ class MetricsCSV(Logger):
             self.rows.setdefault(int(metrics["epoch"]) + 1, {}).update(self.pending)
             self.pending = {}
             self.changed = True
+
+    def finalize(self, status: str) -> None:
+        with contextlib.suppress(OSError):  # of a disk that is full, the first error says so
+            self.save()
 
     @rank_zero_only
     def save(self) -> None:
