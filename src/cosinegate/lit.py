@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from cosinegate.errors import NotFinite
 from cosinegate.networks import Output, ResNet
 from cosinegate.objective import Losses, Objective
+from cosinegate.processes import sum_over_processes
 from cosinegate.schema import OptimizerConfig
 from cosinegate.skip_cost import priced, priced_places
 
@@ -47,8 +49,12 @@ class LitCosineGate(L.LightningModule):
         images, target = batch
         output, price_error = priced(self.network, self.places, images, target) if self.places else (self(images), None)
         losses = self.objective(output, target, price_error)
-        self.log("loss", losses.total, prog_bar=True, logger=False)
         terms = Losses(*(term.detach() for term in losses))
+        if sum_over_processes((~terms.total.isfinite()).float()) > 0:  # all processes stop where one must
+            values = {name: term.item() for name, term in terms._asdict().items()}
+            where = f"epoch {self.current_epoch + 1}, step {batch_idx + 1}"
+            raise NotFinite(f"the loss is {values['total']} in {where}: not_finite.pt has the state before it", values)
+        self.log("loss", terms.total, prog_bar=True, logger=False)
         return {"loss": losses.total, "losses": terms, "output": _detached(output)}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Output:

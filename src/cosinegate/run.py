@@ -26,6 +26,7 @@ from cosinegate.callbacks.console import EpochLine
 from cosinegate.callbacks.epoch_sums import EpochSums
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
+from cosinegate.callbacks.not_finite import NotFiniteState
 from cosinegate.callbacks.prediction import PredictionStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
@@ -38,7 +39,7 @@ from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.files import remove_parts, write_atomically
 from cosinegate.lock import locked
-from cosinegate.loggers import MetricsCSV
+from cosinegate.loggers import MetricsCSV, failing_quietly
 from cosinegate.memory import keep_freed_memory
 from cosinegate.record import read_record
 from cosinegate.routing import RoutingSummary
@@ -83,6 +84,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
         collector,
         *watching_wandb(config, collector),
         record,
+        NotFiniteState(folder),
         EpochLine(job),
         Checkpoints(folder, metrics, stop, config.save_minutes),
     ]
@@ -260,7 +262,8 @@ def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _finish_wandb(exit_code: int) -> None:
     """Ends W&B's run, or the next job of a multirun would go on in it."""
     if "wandb" in sys.modules:
-        sys.modules["wandb"].finish(exit_code=exit_code)
+        with failing_quietly():
+            sys.modules["wandb"].finish(exit_code=exit_code)
 
 
 def _check_devices(config: DictConfig, trainer: L.Trainer, job: str | None) -> None:

@@ -112,6 +112,10 @@ class TrainLoader:
         start = self.rank * size + min(self.rank, longer)
         return Share(total, start, start + size + (self.rank < longer), self.world_size)
 
+    def images_of(self, step: int) -> Tensor:
+        """Which images the step's global batch has, by their place in the loader's set."""
+        return self.sampler.draw().order[step * self.batch_size : (step + 1) * self.batch_size]
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.padded.device
         drawn = self.sampler.draw()
