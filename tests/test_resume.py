@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import config
+from conftest import ROOT, config, process
 
 from cosinegate.config import run_folder
 from cosinegate.lit import LitCosineGate
@@ -108,3 +110,34 @@ def test_a_stopped_run_ends_as_one_that_was_never_stopped(never_stopped, point, 
     assert seen[0] == first.get(point, (2, 0))  # no step is trained twice
     assert_same_run(whole, folder)
     folder.rename(root / point)
+
+
+def test_two_processes_stop_together_and_end_as_if_they_never_had(tmp_path):
+    words = ["+experiment=digits", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "threads=1"]
+    words += ["trainer.max_epochs=3", "data.batch_size=30", f"runs_dir={tmp_path}"]
+    whole = process("src/train.py", *words)
+    assert whole.returncode == 0, whole.stderr
+    (folder,) = (tmp_path / "digits").iterdir()
+    finished = folder.rename(tmp_path / "whole")
+    running = subprocess.Popen(
+        [sys.executable, "src/train.py", *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in running.stdout:
+        if line.startswith("epoch 1/"):
+            break
+    running.send_signal(signal.SIGTERM)  # the first process alone
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 143, errors
+    assert read_record(folder)["status"] == "stopped"
+    stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert len(stored["callbacks"]["EpochSums"]["processes"]) == 2
+    assert stored["global_step"] > 47
+    resumed = process("src/train.py", *words)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "epoch 1/" not in resumed.stdout
+    assert_same_run(finished, folder)
