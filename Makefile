@@ -8,8 +8,9 @@ RUNS ?= runs
 RUN ?=
 X ?= counted
 ARGS ?=
+KILLS ?= 50
 
-.PHONY: run-is-missing help setup quickstart train data pareto report dashboard export calibrate bench-deploy test browser test-data bench clean
+.PHONY: run-is-missing help setup quickstart train data pareto report dashboard export calibrate bench-deploy test browser test-data soak bench clean
 
 comma := ,
 space := $(subst ,, )
@@ -73,6 +74,9 @@ browser: # Debian's chromium for the report's tests, where it can be installed
 
 test-data: setup ## the real CIFAR-10 and MNIST paths
 	$(BIN)/python -m pytest -m data $(ARGS)
+
+soak: setup ## kill a run KILLS times, anywhere, and compare what it ends with
+	KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s tests/test_soak.py $(ARGS)
 
 bench: setup ## measure training speed as ratios, into results/bench
 	$(BIN)/python src/bench.py $(ARGS)

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,11 +24,11 @@ from cosinegate.config import SWEEPS
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.orphans import end_with
+from cosinegate.stop import Stopped
 
 CONF = Path(__file__).parents[2] / "conf"
 PLAIN = ("benchmark", "calibrate", "dashboard", "evaluate", "export", "pareto", "report")  # commands without groups
 EXIT_MISTAKE = 2
-EXIT_INTERRUPTED = 130
 
 
 def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
@@ -40,8 +41,12 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
             end_with(started_by)
         try:
             return task(config)
+        except Stopped as stopped:
+            if os.getpid() != started_by:  # a worker must not take up the next job
+                os._exit(stopped.code)
+            _end_stopped(stopped)
         except KeyboardInterrupt:
-            _end_interrupted()
+            _end_stopped(Stopped(signal.SIGINT))
         except Exception as error:
             if current_job() is not None and config_name == "train":  # the launcher keeps it and goes on
                 raise UserError(why_it_ended(error, config)) from None
@@ -66,8 +71,10 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         if asked_for_traceback:
             raise
         _end(error)
+    except Stopped as stopped:
+        _end_stopped(stopped)
     except KeyboardInterrupt:
-        _end_interrupted()
+        _end_stopped(Stopped(signal.SIGINT))
 
 
 def explained(config_name: str) -> str:
@@ -110,9 +117,11 @@ def _end(error: Exception) -> NoReturn:
     sys.exit(EXIT_MISTAKE)
 
 
-def _end_interrupted() -> NoReturn:
-    print("interrupted: start the same command again to go on", file=sys.stderr)
-    sys.exit(EXIT_INTERRUPTED)
+def _end_stopped(stopped: Stopped) -> NoReturn:
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        sys.exit(0)  # of several processes the first one says it; lightning kills it where another one ends with a code
+    print(f"stopped ({stopped.reason}): start the same command again to go on", file=sys.stderr)
+    sys.exit(stopped.code)
 
 
 def one_line(error: BaseException) -> str:

@@ -13,7 +13,8 @@ from cosinegate.choices import GateKind, Polarity
 from cosinegate.errors import UserError
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
-NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "sweep", "logger", "data.root", "data.folder")
+NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "sweep", "save_minutes", "logger")
+NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 
@@ -34,6 +35,7 @@ RULES: list[Rule] = [
     ("sweep", lambda v: v is None or is_plain_name(v), "null or a plain file name"),
     ("seed", lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
     ("threads", lambda v: v is None or v >= 1, "null or at least 1"),
+    ("save_minutes", lambda v: v >= 0, "at least 0"),
     ("data.holdout", lambda v: v >= 1, "at least 1"),
     ("data.batch_size", lambda v: v >= 1, "at least 1"),
     ("data.eval_batch_size", lambda v: v >= 1, "at least 1"),

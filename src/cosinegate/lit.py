@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from cosinegate.errors import NotFinite
 from cosinegate.networks import Output, ResNet
-from cosinegate.objective import Objective
+from cosinegate.objective import Losses, Objective
+from cosinegate.processes import sum_over_processes
 from cosinegate.schema import OptimizerConfig
 from cosinegate.skip_cost import priced, priced_places
 
@@ -34,7 +36,7 @@ class LitCosineGate(L.LightningModule):
         self.accuracy = nn.ModuleDict(
             {
                 f"{stage}_acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False)
-                for stage in ("train", "val", "test")
+                for stage in ("val", "test")
             }
         )
         # "disable": a loss that is not a number shows, instead of being left out
@@ -47,16 +49,13 @@ class LitCosineGate(L.LightningModule):
         images, target = batch
         output, price_error = priced(self.network, self.places, images, target) if self.places else (self(images), None)
         losses = self.objective(output, target, price_error)
-        self._log_accuracy("train", output, target)
-        names = {"train/loss": losses.total, "train/loss_ce": losses.ce}
-        names |= {"train/loss_cons": losses.cons, "train/loss_flops": losses.flops}
-        names |= {"train/loss_predict": losses.predict, "train/loss_price": losses.price}
-        weights = self.objective.lambda_cons, self.objective.lambda_flops
-        names |= {"train/weighted_cons": weights[0] * losses.cons, "train/weighted_flops": weights[1] * losses.flops}
-        total = len(target) if self.objective.share is None else self.objective.share.total
-        self.log_dict(names, on_step=False, on_epoch=True, batch_size=total, sync_dist=True)
-        self.log("loss", losses.total, prog_bar=True, logger=False)
-        return {"loss": losses.total, "output": _detached(output)}
+        terms = Losses(*(term.detach() for term in losses))
+        if sum_over_processes((~terms.total.isfinite()).float()) > 0:  # all processes stop where one must
+            values = {name: term.item() for name, term in terms._asdict().items()}
+            where = f"epoch {self.current_epoch + 1}, step {batch_idx + 1}"
+            raise NotFinite(f"the loss is {values['total']} in {where}: not_finite.pt has the state before it", values)
+        self.log("loss", terms.total, prog_bar=True, logger=False)
+        return {"loss": losses.total, "losses": terms, "output": _detached(output)}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Output:
         return self._evaluate("val", batch)

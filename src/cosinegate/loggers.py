@@ -1,6 +1,8 @@
 """Where metrics go: always metrics.csv in the run's folder; W&B where it is asked for, offline without an account."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,64 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from cosinegate.console import say
 from cosinegate.errors import UserError
 from cosinegate.record import Row, read_metrics, write_metrics
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+@contextlib.contextmanager
+def failing_quietly() -> Iterator[None]:
+    """W&B ends no run: a line says that it failed."""
+    try:
+        yield
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        say(f"W&B failed ({words}): the run goes on without it")
+
+
+class CarefulWandb(WandbLogger):
+    """A W&B that cannot be reached is kept offline, and one that fails is left out."""
+
+    failed = False
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Runs the block; where it fails, no other is begun."""
+        ended_well = False
+        with failing_quietly():
+            yield
+            ended_well = True
+        self.failed = not ended_well
+
+    @property
+    def experiment(self) -> Any:
+        if self.failed:
+            return None
+        if self._experiment is None and self._wandb_init.get("mode") == "online":
+            try:
+                return super().experiment
+            except Exception as error:
+                say(f"W&B cannot be reached ({type(error).__name__}): the run is kept offline")
+                self._wandb_init["mode"] = "offline"
+        with self.trying():
+            return super().experiment
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if not self.failed:
+            with self.trying():
+                super().log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        if not self.failed:
+            with self.trying():
+                super().log_hyperparams(params)
+
+    def finalize(self, status: str) -> None:
+        if not self.failed:
+            with self.trying():
+                super().finalize(status)
 
 
 class MetricsCSV(Logger):
@@ -54,6 +110,10 @@ class MetricsCSV(Logger):
             self.pending = {}
             self.changed = True
 
+    def finalize(self, status: str) -> None:
+        with contextlib.suppress(OSError):  # of a disk that is full, the first error says so
+            self.save()
+
     @rank_zero_only
     def save(self) -> None:
         if self.changed:
@@ -79,7 +139,7 @@ def wandb_logger(
         kwargs |= {"id": run_id, "project": project}
     words = [tag.name if isinstance(tag, Enum) else tag for tag in tags]  # an interpolated choice is no word yet
     kwargs |= {"group": sweep or group, "tags": list(dict.fromkeys([*words, *([sweep] if sweep else [])]))}
-    return WandbLogger(name=run_id, save_dir=run_dir, mode=mode, resume="allow", **kwargs)
+    return CarefulWandb(name=run_id, save_dir=run_dir, mode=mode, resume="allow", **kwargs)
 
 
 def has_account() -> bool:

@@ -1,18 +1,23 @@
-"""A worker of a parallel sweep ends when the sweep is killed, instead of training on with nobody to tell."""
+"""A worker of a parallel sweep saves and ends when the sweep is killed, instead of training on with nobody to tell."""
 
 import functools
 import os
+import signal
 import threading
 import time
+
+PATIENCE = 60  # seconds for a step and its checkpoint
 
 
 @functools.cache
 def end_with(parent: int) -> None:
-    """Ends this process once `parent` is no longer its parent. What it has written is whole at any moment."""
+    """Asks this process to stop once `parent` is no longer its parent, and ends it if it does not."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

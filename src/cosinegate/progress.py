@@ -93,7 +93,7 @@ def _news(record: dict[str, Any], epochs_before: int) -> str:
     if record["status"] == "finished":
         accuracy, gate, executed = record["accuracy"]["test"], record["mean_gate"], record["flops"]["executed"]
         return f"finished with {percent(accuracy)}, gate {gate:.3f}, executed {executed:.3f}"
-    if record.get("error") == "interrupted":
+    if record["status"] == "stopped":
         return "stopped"
     if record["status"] == "failed":
         return f"failed ({record.get('error')})"

@@ -14,7 +14,7 @@ from cosinegate.files import write_atomically
 
 FORMAT = 1
 AWAY = "move its folder away to train the run again"
-STATES = ("running", "finished", "failed")
+STATES = ("running", "finished", "stopped", "failed")
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
 PACKAGES += ("onnx", "onnxruntime", "safetensors")
 

@@ -1,6 +1,7 @@
 """Trains a run from its config, in its folder, from wherever it stopped."""
 
 import contextlib
+import errno
 import logging
 import subprocess
 import sys
@@ -20,27 +21,34 @@ from omegaconf import DictConfig, OmegaConf
 from cosinegate import console
 from cosinegate.build import build_module
 from cosinegate.callbacks.calibrated import Calibrated
-from cosinegate.callbacks.checkpoints import AtomicCheckpoints, checkpoints
+from cosinegate.callbacks.checkpoints import BEST, LAST, PREVIOUS, AtomicCheckpoints, Checkpoints
 from cosinegate.callbacks.console import EpochLine
+from cosinegate.callbacks.epoch_sums import EpochSums
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
+from cosinegate.callbacks.not_finite import NotFiniteState
 from cosinegate.callbacks.prediction import PredictionStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, SwitchOver, Warmup
+from cosinegate.callbacks.training_statistics import TrainingStatistics
 from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
 from cosinegate.config import identity, run_folder, validate
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
-from cosinegate.files import write_atomically
+from cosinegate.files import remove_parts, write_atomically
 from cosinegate.lock import locked
-from cosinegate.loggers import MetricsCSV
+from cosinegate.loggers import MetricsCSV, failing_quietly
 from cosinegate.memory import keep_freed_memory
 from cosinegate.record import read_record
 from cosinegate.routing import RoutingSummary
 from cosinegate.schema import NetworkConfig
+from cosinegate.seal import is_intact
+from cosinegate.stop import Stopped, StopRequest, taking_signals
 from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
+
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
@@ -65,34 +73,41 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), ShareOut(), Warmup(config.objective), Anneal(config.gate.relaxation)]
     schedule += [SwitchOver(config.gate.predictor.switch_epoch)]
-    collector = RouteCollector()
+    collector, sums, stop = RouteCollector(), EpochSums(), StopRequest()
     kept = [
+        sums,
         Calibrated(),
+        TrainingStatistics(sums),
         statistics,
-        PredictionStatistics(),
+        PredictionStatistics(sums),
         executed,
         collector,
         *watching_wandb(config, collector),
         record,
+        NotFiniteState(folder),
         EpochLine(job),
-        *checkpoints(folder),
+        Checkpoints(folder, metrics, stop, config.save_minutes),
     ]
     trainer = build_trainer(config, [*schedule, *kept], metrics)
     _check_devices(config, trainer, job)
     data.prepare_data()
     # the first process of several holds the folder; a job of a sweep may find an earlier one of the same sweep at work
-    with contextlib.nullcontext() if rank_zero_only.rank > 0 else locked(folder, wait=job is not None):
+    with (
+        contextlib.nullcontext() if rank_zero_only.rank > 0 else locked(folder, wait=job is not None),
+        taking_signals(stop),
+        writing_in(folder),
+    ):
         before = _own_record(folder, facts)  # another process may have trained it while this one was starting
         if _is_finished(before):
             return before if job else _say_finished(before, folder)
         (folder / "traceback.txt").unlink(missing_ok=True)  # of an earlier attempt
+        if rank_zero_only.rank == 0:
+            remove_parts(folder)
         metrics.read()
         record.start(trainer, before)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
-        last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
-        resumed = last if last.exists() else None
-        if resumed is not None:
-            read_checkpoint(resumed)  # a damaged file is answered with a line
+        best = folder / "checkpoints" / BEST
+        resumed = _last_intact(folder / "checkpoints")
         if job is None:
             console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
         try:
@@ -102,9 +117,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
                 chosen = best if config.data.validation is Validation.holdout and best.exists() else None
                 (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         except BaseException as error:
-            _finish_wandb(exit_code=1)
-            if isinstance(error, SystemExit) and error.code == 1:  # what lightning makes of Ctrl-C
-                raise KeyboardInterrupt from error
+            _finish_wandb(exit_code=error.code if isinstance(error, Stopped) else 1)
             raise
         _finish_wandb(exit_code=0)
         accuracy = {"test": tested["test/acc"], "test_of": "best" if chosen else "last"}
@@ -145,6 +158,18 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
         return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"trainer ({_described(config.trainer)}): {' '.join(str(error).split())}") from error
+
+
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """A disk that is full or read-only is answered with a line. What was written before is whole."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_WRITTEN:
+            raise
+        words = "the earlier files are as they were; make room and start the same command again to go on"
+        raise UserError(f"{folder}: cannot be written: {error.strerror}; {words}") from error
 
 
 @contextlib.contextmanager
@@ -209,6 +234,21 @@ def _own_record(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
     return before
 
 
+def _last_intact(folder: Path) -> Path | None:
+    """The checkpoint to go on from. A damaged one is put aside, and the one before it is taken."""
+    last, previous = folder / LAST, folder / PREVIOUS
+    if last.exists() and not is_intact(last):
+        if not (previous.exists() and is_intact(previous)):
+            raise UserError(f"{last} is damaged and there is no earlier one; move the run's folder away to train again")
+        console.say(f"{last} is damaged: going on from {PREVIOUS}, the one before it")
+        if rank_zero_only.rank == 0:
+            last.replace(last.with_name("damaged.ckpt"))
+    found = next((path for path in (last, previous) if path.exists()), None)
+    if found is not None:
+        read_checkpoint(found)  # a file of something else is answered with a line
+    return found
+
+
 def _is_finished(record: dict[str, Any] | None) -> bool:
     return record is not None and record["status"] == "finished"
 
@@ -222,7 +262,8 @@ def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _finish_wandb(exit_code: int) -> None:
     """Ends W&B's run, or the next job of a multirun would go on in it."""
     if "wandb" in sys.modules:
-        sys.modules["wandb"].finish(exit_code=exit_code)
+        with failing_quietly():
+            sys.modules["wandb"].finish(exit_code=exit_code)
 
 
 def _check_devices(config: DictConfig, trainer: L.Trainer, job: str | None) -> None:

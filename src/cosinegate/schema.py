@@ -169,6 +169,7 @@ class Config:
     runs_dir: str = MISSING
     run_dir: str | None = None  # none: runs_dir/name/<hash of the config>-s<seed>
     sweep: str | None = None  # the sweep that the run is a job of
+    save_minutes: float = 10.0  # the longest time in an epoch without a checkpoint
     data: DataConfig = MISSING
     network: NetworkConfig = MISSING
     gate: GateConfig = MISSING

@@ -1,11 +1,16 @@
 """A sweep: its jobs, which of them are left to train, and training them on the launcher that was chosen."""
 
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
+import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import joblib
@@ -22,7 +27,9 @@ from cosinegate.cli import one_line
 from cosinegate.config import SWEEPS, identity, run_folder, validate
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
+from cosinegate.orphans import PATIENCE
 from cosinegate.record import read_record
+from cosinegate.stop import Stopped, taking_signals
 
 
 @dataclass
@@ -169,7 +176,7 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_ru
         if job.error:
             say(f"job {job.number} of {len(jobs)} cannot run: {job.label}: {job.error}")
     if left:
-        with Progress(jobs, left):
+        with Progress(jobs, left), taking_signals(_stop_workers):
             _launch(left, launcher, len(jobs), threads)
     finished = [job.folder for job in sound if job.is_finished()]
     show_runs(find_runs(finished, say))
@@ -231,6 +238,18 @@ def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None
         for job, result in zip(batch, returns, strict=True):
             if result.status is not JobStatus.COMPLETED:
                 job.error = one_line(result._return_value)
+
+
+def _stop_workers(signum: int, frame: FrameType | None) -> None:
+    """Lets the jobs that run in other processes save and end. One that runs in this process takes signals itself."""
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE
+    while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    raise Stopped(signum)
 
 
 def _for_a_job(job: Job, total: int, threads: int | None) -> list[str]:

@@ -1,15 +1,28 @@
-"""A run keeps two checkpoints: last.ckpt, from which it goes on, and best.ckpt, the best by validation accuracy."""
+"""A run keeps last.ckpt, from which it goes on, previous.ckpt, the one before it, and best.ckpt.
 
+last.ckpt is written after every epoch, every few minutes inside a long one, and where the run is asked to stop. From
+any of these the run goes on as if it had never stopped.
+"""
+
+import io
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from cosinegate.calibration import Budget
+from cosinegate.errors import UserError
 from cosinegate.files import replacing
+from cosinegate.loggers import MetricsCSV
+from cosinegate.record import accuracies
+from cosinegate.seal import sealed
+from cosinegate.stop import Stopped, StopRequest
+
+LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -18,26 +31,86 @@ class AtomicCheckpoints(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            torch.save(checkpoint, file)
+        content = io.BytesIO()  # in memory first, where torch would hide what a full disk says
+        torch.save(checkpoint, content)
+        with replacing(path, kept_as=path.with_name(PREVIOUS) if path.name == LAST else None) as file:
+            file.write(sealed(content.getvalue()))
 
 
-class BestCheckpoint(ModelCheckpoint):
-    """The best epoch by validation accuracy. Calibrated gates on the way to their budget do not count: they compute
-    more than they will be allowed to.
+class Checkpoints(Checkpoint):
+    """The best epoch is the record's: of the rows of metrics.csv. Calibrated gates on the way to their budget do not
+    count: they compute more than they will be allowed to.
     """
+
+    def __init__(self, folder: Path, metrics: MetricsCSV, stop: StopRequest, minutes: float) -> None:
+        self.folder = folder / "checkpoints"
+        self.metrics = metrics
+        self.stop = stop
+        self.seconds = 60 * minutes
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.saved_at = time.monotonic()
+        self.stop.listen()  # lightning has taken SIGTERM
+        self.stop.patient = True
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if is_step and not trainer.is_last_batch:  # after the last one the epoch's end or its validation saves
+            self._look(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # a validation that starts again counts its batches again
+        trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset()
+        self._look(trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.world_size == 1:  # several processes may have a different number of batches: they cannot agree
+            self._look(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if all(part.prog >= 1 for part in pl_module.modules() if isinstance(part, Budget)):
-            super().on_train_epoch_end(trainer, pl_module)
+        epoch = trainer.current_epoch + 1
+        budgets = [part for part in pl_module.modules() if isinstance(part, Budget)]
+        known = {number: row for number, row in self.metrics.rows.items() if number <= epoch}
+        is_best = accuracies(known, at_budget=bool(budgets)).get("best_epoch") == epoch
+        if trainer.strategy.broadcast(is_best and all(budget.prog >= 1 for budget in budgets)):
+            self._save(trainer, BEST)
+        self._save(trainer, LAST)
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stop.patient = False
+        if self.stop.signum is not None:
+            raise Stopped(self.stop.signum)
 
-def checkpoints(folder: Path) -> list[ModelCheckpoint]:
-    """Both are written when an epoch is over; last.ckpt after best.ckpt, so that it knows of it.
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.stop.patient = False
 
-    One ModelCheckpoint with `save_last` would not do: it writes last.ckpt only when there is a new best one.
-    """
-    common: dict[str, Any] = {"dirpath": folder / "checkpoints", "save_top_k": 1, "save_on_train_epoch_end": True}
-    best = BestCheckpoint(filename="best", monitor="val/acc", mode="max", enable_version_counter=False, **common)
-    last = ModelCheckpoint(filename="last", enable_version_counter=False, **common)
-    return [best, last]
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.stop.listen()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.validating:  # for lightning, in the middle of the first batch: there it goes back to validation
+            begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            progress = {"total": begun, "current": dict(begun), "is_last_batch": False}
+            checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = progress
+
+    def _look(self, trainer: L.Trainer) -> None:
+        """Saves where it is time to, and ends the run where it was asked to stop. All processes do what any must."""
+        due = trainer.is_global_zero and time.monotonic() - self.saved_at >= self.seconds
+        asked = torch.tensor([self.stop.signum or 0, due], device=trainer.strategy.root_device)
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+        signum, due = asked.tolist()
+        if signum or due:
+            self._save(trainer, LAST)
+        if signum:
+            raise Stopped(signum)
+
+    def _save(self, trainer: L.Trainer, name: str) -> None:
+        weights = trainer.lightning_module.parameters()
+        if not all(bool(torch.isfinite(part).all()) for part in weights):
+            raise UserError(f"weights are not finite in epoch {trainer.current_epoch + 1}: {name} was not written")
+        trainer.save_checkpoint(self.folder / name)
+        if name == LAST:
+            self.saved_at = time.monotonic()

@@ -1,9 +1,8 @@
-"""Logs what the gates do: relaxed in training, hard in evaluation."""
+"""Logs what the hard gates do in evaluation."""
 
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output
@@ -19,28 +18,6 @@ class GateStatistics(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: LitCosineGate, stage: str) -> None:
         head, blocks = pl_module.network.head, pl_module.network.blocks
         self.hard = RoutingMetric(head.out_features, len(blocks))
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self.sum = torch.zeros(len(pl_module.network.blocks), device=pl_module.device)
-        self.count = 0
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
-        routing = outputs["output"].routing
-        if routing is not None:
-            self.sum += routing.gates.sum(0)
-            self.count += len(routing.gates)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        if self.count == 0:
-            return
-        sums = torch.cat((self.sum, self.sum.new_tensor([self.count])))
-        sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        relaxed = sums[:-1] / sums[-1]
-        names = {f"gates/relaxed_block_{i:02d}": value for i, value in enumerate(relaxed)}
-        pl_module.log_dict(names | {"gates/relaxed_mean": relaxed.mean()}, sync_dist=True)
-        pl_module.log("gates/target", pl_module.objective.tau_target, sync_dist=True)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self.hard.to(pl_module.device).reset()

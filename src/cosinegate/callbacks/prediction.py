@@ -5,16 +5,19 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from cosinegate.callbacks.epoch_sums import EpochSums
 from cosinegate.lit import LitCosineGate
 
 
 class PredictionStatistics(L.Callback):
     """Over the batches of a training epoch, where F runs for every sample."""
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+    def __init__(self, sums: EpochSums) -> None:
+        self.sums = sums
+
+    def setup(self, trainer: L.Trainer, pl_module: LitCosineGate, stage: str) -> None:
         blocks = pl_module.network.blocks
         self.places = [i for i, block in enumerate(blocks) if block.gate is not None and block.gate.decides_first]
-        self.sums = torch.zeros(5, len(self.places), dtype=torch.float64, device=pl_module.device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: dict[str, Any], batch: Any, batch_idx: int
@@ -25,12 +28,12 @@ class PredictionStatistics(L.Callback):
                 field[:, self.places].double() for field in (routing.cir, routing.exact, routing.agrees)
             )
             terms = (torch.ones_like(exact), exact, exact.square(), (exact - predicted).square(), agrees)
-            self.sums += torch.stack([term.sum(0) for term in terms])
+            self.sums.add("prediction", torch.stack([term.sum(0) for term in terms]))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         if not self.places:
             return
-        count, total, squares, error, agrees = trainer.strategy.reduce(self.sums, reduce_op="sum")
+        count, total, squares, error, agrees = self.sums.total(trainer, "prediction")
         r2 = 1 - error / (squares - total.square() / count).clamp_min(1e-12)
         agreement = agrees / count
         names = {"predict/r2": r2.mean(), "predict/agreement": agreement.mean()}

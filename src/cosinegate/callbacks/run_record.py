@@ -1,5 +1,6 @@
-"""Keeps record.json up to date: running from the first step, failed when an exception ends it."""
+"""Keeps record.json up to date: running from the first step, stopped or failed when it ends early."""
 
+import contextlib
 import resource
 import sys
 import time
@@ -9,12 +10,14 @@ from typing import Any
 
 import lightning.pytorch as L
 
+from cosinegate.callbacks.schedule import AtEpochStart
 from cosinegate.lit import LitCosineGate
 from cosinegate.loggers import MetricsCSV
 from cosinegate.record import accuracies, provenance, write_record
+from cosinegate.stop import Stopped
 
 
-class RunRecord(L.Callback):
+class RunRecord(AtEpochStart):
     """`facts` is what is known before the run starts; `record` is what record.json holds."""
 
     def __init__(self, folder: Path, metrics: MetricsCSV, facts: dict[str, Any]) -> None:
@@ -69,10 +72,13 @@ class RunRecord(L.Callback):
         return kept or (self.validated and name.startswith(("val/", "gates/", "cir/", "flops/")))
 
     def on_exception(self, trainer: L.Trainer, pl_module: LitCosineGate, exception: BaseException) -> None:
-        words = " ".join(f"{type(exception).__name__}: {exception}".split())
-        interrupted = isinstance(exception, KeyboardInterrupt)
-        self.record |= {"status": "failed", "error": "interrupted" if interrupted else words[:500]}
-        self._write(trainer)
+        if isinstance(exception, Stopped):
+            self.record |= {"status": "stopped", "error": exception.reason}
+        else:
+            words = " ".join(f"{type(exception).__name__}: {exception}".split())
+            self.record |= {"status": "failed", "error": words[:500]}
+        with contextlib.suppress(OSError):  # of a disk that is full, the first error says so
+            self._write(trainer)
 
     def finish(self, trainer: L.Trainer, tested: dict[str, Any], results: dict[str, Any]) -> None:
         """Adds the accuracy and the gates that the test set showed."""

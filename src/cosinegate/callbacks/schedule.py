@@ -1,4 +1,4 @@
-"""What moves with time: prog(t), the gates' temperature and noise, the seed of every epoch, the share of a batch."""
+"""What moves with time: prog(t), the gates' temperature and noise, the seed of every step, the share of a batch."""
 
 from typing import Any
 
@@ -21,11 +21,16 @@ class Warmup(L.Callback):
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
+        self.lr = 0.0  # of the epoch; where it ends the optimizer has the next one's
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        if trainer.fit_loop.restarted_mid_epoch:
+            part = trainer.fit_loop.batch_idx / trainer.num_training_batches if self.config.per_step else 0
+            self._set(pl_module, trainer.current_epoch + part)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self._set(pl_module, trainer.current_epoch)
-        lr = trainer.optimizers[0].param_groups[0]["lr"]
-        pl_module.log("schedule/lr", lr, on_step=False, on_epoch=True, sync_dist=True)
+        self.lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if self.config.per_step:
@@ -38,9 +43,24 @@ class Warmup(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)
+        pl_module.log("schedule/lr", self.lr, sync_dist=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr": self.lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.lr = state_dict["lr"]
 
 
-class Anneal(L.Callback):
+class AtEpochStart(L.Callback):
+    """What is set when an epoch starts is set again where a run goes on inside it: lightning does not call the hook."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        if trainer.fit_loop.restarted_mid_epoch:
+            self.on_train_epoch_start(trainer, pl_module)
+
+
+class Anneal(AtEpochStart):
     """Moves the gates' temperature over the run, and turns their noise off for its last part."""
 
     def __init__(self, config: RelaxationConfig) -> None:
@@ -52,10 +72,13 @@ class Anneal(L.Callback):
         for relaxation in _parts(pl_module, Relaxation):
             relaxation.temperature = anneal(config.annealing, config.temperature, config.temperature_end, progress)
             relaxation.noisy = trainer.current_epoch < config.noise_until * trainer.max_epochs
-            pl_module.log("schedule/temperature", relaxation.temperature, on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        for relaxation in _parts(pl_module, Relaxation):
+            pl_module.log("schedule/temperature", relaxation.temperature, sync_dist=True)
 
 
-class SwitchOver(L.Callback):
+class SwitchOver(AtEpochStart):
     """Until `epoch`, gates that predict are trained on the exact measure's decisions; evaluation never looks at it."""
 
     def __init__(self, epoch: float) -> None:
@@ -67,13 +90,13 @@ class SwitchOver(L.Callback):
 
 
 class Reseed(L.Callback):
-    """Seeds every epoch by (seed, epoch), so that a stopped run draws the noise it would have drawn."""
+    """Seeds every step by (seed, epoch, step), so that a stopped run draws the noise it would have drawn."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        place = (self.seed * 1_000_003 + trainer.current_epoch) * 1_009
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
+        place = (self.seed * 1_000_003 + trainer.current_epoch) * 1_000_003 + batch_idx
         torch.manual_seed(place % 2**63)
 
 

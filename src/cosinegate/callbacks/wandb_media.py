@@ -6,13 +6,12 @@ import lightning.pytorch as L
 import matplotlib.pyplot as plt
 import numpy as np
 import wandb
-from lightning.pytorch.loggers import WandbLogger
 
 from cosinegate.analysis.heat_maps import block_by_epoch, class_by_block
 from cosinegate.analysis.routes import Routes
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.lit import LitCosineGate
-from cosinegate.loggers import MetricsCSV
+from cosinegate.loggers import CarefulWandb, MetricsCSV
 
 BY_EPOCH = ("train/*", "val/*", "gates/*", "cir/*", "flops/*", "schedule/*", "speed/*")
 EXAMPLES = 16  # of the images that took the fewest blocks, and as many of those that took the most
@@ -25,16 +24,19 @@ class WandbMedia(L.Callback):
         self.collector = collector
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        for run in _runs(trainer):
-            run.define_metric("epoch")
-            for names in BY_EPOCH:
-                run.define_metric(names, step_metric="epoch")
-            run.define_metric("val/acc", step_metric="epoch", summary="max")
-            run.define_metric("val/loss", step_metric="epoch", summary="min")
+        for logger in _loggers(trainer):
+            with logger.trying():
+                run = logger.experiment
+                run.define_metric("epoch")
+                for names in BY_EPOCH:
+                    run.define_metric(names, step_metric="epoch")
+                run.define_metric("val/acc", step_metric="epoch", summary="max")
+                run.define_metric("val/loss", step_metric="epoch", summary="min")
 
     def on_test_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        for run in _runs(trainer):
-            run.log(self._media(trainer) | {"epoch": trainer.max_epochs - 1})
+        for logger in _loggers(trainer):
+            with logger.trying():
+                logger.experiment.log(self._media(trainer) | {"epoch": trainer.max_epochs - 1})
 
     def _media(self, trainer: L.Trainer) -> dict[str, Any]:
         routes, image_set = self.collector.routes, trainer.datamodule.image_set
@@ -71,9 +73,7 @@ def examples(routes: Routes, images: np.ndarray, classes: tuple[str, ...]) -> wa
     return table
 
 
-def _runs(trainer: L.Trainer) -> list[Any]:
-    return (
-        [logger.experiment for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-        if trainer.is_global_zero
-        else []
-    )
+def _loggers(trainer: L.Trainer) -> list[CarefulWandb]:
+    if not trainer.is_global_zero:
+        return []
+    return [logger for logger in trainer.loggers if isinstance(logger, CarefulWandb) and not logger.failed]

@@ -1,7 +1,7 @@
 """The whole data set as one uint8 tensor; a batch is cropped, flipped and normalised by one gather.
 
-Which image comes when, and how it is cropped and flipped, is a pure function of (seed, epoch): no workers, no state
-to lose, and the same batches on any device, shared out over any number of processes.
+Which image comes when, and how it is cropped and flipped, is a pure function of (seed, epoch, step): no workers, no
+state to lose, and the same batches on any device, shared out over any number of processes.
 """
 
 from collections.abc import Iterator
@@ -90,6 +90,16 @@ class TrainLoader:
         self.sampler = order  # the name under which lightning looks for set_epoch
         self.rank = rank
         self.world_size = world_size
+        self.steps_given = 0  # in this epoch
+        self.go_on = (-1, 0)  # an epoch, and the step to begin it with
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the epoch is; lightning asks for it in a checkpoint, and gives it back inside an epoch."""
+        return {"epoch": self.sampler.epoch, "step": self.steps_given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.go_on = state["epoch"], state["step"]
+        self.steps_given = state["step"]
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.labels), self.batch_size)
@@ -102,6 +112,10 @@ class TrainLoader:
         start = self.rank * size + min(self.rank, longer)
         return Share(total, start, start + size + (self.rank < longer), self.world_size)
 
+    def images_of(self, step: int) -> Tensor:
+        """Which images the step's global batch has, by their place in the loader's set."""
+        return self.sampler.draw().order[step * self.batch_size : (step + 1) * self.batch_size]
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         device = self.padded.device
         drawn = self.sampler.draw()
@@ -112,7 +126,9 @@ class TrainLoader:
         lines = self.padded.view(-1).as_strided((pixels - width + 1, width * channels), (channels, 1))
         integer = torch.int32 if pixels < 2**31 else torch.int64  # half the bytes to read where it can be
         down = torch.arange(height, device=device, dtype=integer) * columns
-        for step in range(len(self)):
+        first = self.go_on[1] if self.sampler.epoch == self.go_on[0] else 0
+        for step in range(first, len(self)):
+            self.steps_given = step + 1
             share = self.share(step)
             mine = slice(step * self.batch_size + share.start, step * self.batch_size + share.stop)
             index, corner, flipped = (part[mine].to(device, integer) for part in drawn)

@@ -36,6 +36,7 @@ class ImageData(L.LightningDataModule):
             )
         self.arrays: Arrays | None = None
         self.splits: dict[str, tuple[Tensor, Tensor]] | None = None
+        self.kept: Tensor | None = None  # the training images that are not held out, where some are
 
     def prepare_data(self) -> None:
         """Fetches, verifies and keeps the data in memory, once."""
@@ -53,6 +54,7 @@ class ImageData(L.LightningDataModule):
             shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
             held, kept = shuffled[: self.config.holdout].sort().values, shuffled[self.config.holdout :].sort().values
             train, validation = (images[kept], train[1][kept]), (images[held], train[1][held])
+            self.kept = kept
         self.splits = {"train": train, "val": validation, "test": test}
 
     def train_dataloader(self) -> TrainLoader:
@@ -80,6 +82,10 @@ class ImageData(L.LightningDataModule):
         images, labels = self._on_device(split)
         loader = EvalLoader(images[:limit], labels[:limit], self._normalise, self.config.eval_batch_size, 0, 1)
         return torch.cat([batch[0] for batch in loader]), labels[:limit]
+
+    def of_training_set(self, images: Tensor) -> Tensor:
+        """Places among the images that are trained on, as places in the data set's training images."""
+        return images if self.kept is None else self.kept[images]
 
     def _eval_loader(self, split: str) -> EvalLoader:
         images, labels = self._on_device(split)

@@ -1,0 +1,103 @@
+"""Kills a run many times, anywhere, and compares what it ends with (make soak). It prints its numbers at the end."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import config
+from test_resume import KINDS, TINY, assert_same_run
+
+from cosinegate.config import run_folder
+from cosinegate.record import read_metrics, read_record
+from cosinegate.run import train
+from cosinegate.seal import is_intact
+
+KILLS = int(os.environ.get("KILLS", 50))
+CALLS = ("fsync", "link", "replace", "unlink")  # of which a checkpoint, a record or metrics.csv is written
+
+
+def train_quietly(chosen, dies_at: int | None) -> None:
+    """In this process. With `dies_at` it kills itself at that call of the many that write files."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    calls = iter(range(1, 10**9))
+
+    def dying(call):
+        def counted(*args, **kwargs):
+            if next(calls) == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in CALLS:
+        setattr(os, name, dying(getattr(os, name)))
+    train(chosen)
+
+
+def forked(chosen, dies_at: int | None = None) -> int:
+    """Trains in a process that starts at once, as everything is loaded in this one."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            train_quietly(chosen, dies_at)
+            os._exit(0)
+        os._exit(1)
+    return pid
+
+
+def assert_whole(folder: Path) -> None:
+    """What a reader finds after a kill is never a part."""
+    if folder.exists():
+        read_record(folder)
+        read_metrics(folder)
+        for path in folder.glob("checkpoints/*.ckpt"):
+            assert is_intact(path), path
+
+
+@pytest.mark.soak
+def test_a_run_killed_anywhere_ends_as_one_that_was_never_killed(tmp_path):
+    draw = random.Random(int(os.environ.get("SEED", 0)))
+    # a checkpoint after every step: more writes to die in
+    chosen = {kind: config(*KINDS[kind], *TINY, "save_minutes=0", f"runs_dir={tmp_path / kind}") for kind in KINDS}
+    begin = time.monotonic()
+    whole, took = {}, {}
+    for kind in KINDS:
+        since = time.monotonic()
+        assert os.waitpid(forked(chosen[kind]), 0)[1] == 0
+        took[kind] = time.monotonic() - since
+        whole[kind] = run_folder(chosen[kind]).rename(tmp_path / f"{kind}-whole")
+    kills = dict.fromkeys(("at any moment", "while writing"), 0)
+    finished, attempts, scraps = 0, 0, 0
+    while sum(kills.values()) < KILLS or attempts:
+        kind = list(KINDS)[finished % len(KINDS)]
+        folder = run_folder(chosen[kind])
+        how = "while writing" if draw.random() < 0.5 else "at any moment"
+        enough = sum(kills.values()) >= KILLS  # the last run may end
+        pid = forked(chosen[kind], draw.randrange(1, 60) if how == "while writing" and not enough else None)
+        if how == "at any moment" and not enough:
+            time.sleep(draw.uniform(0.0, 0.8) * took[kind])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        attempts += 1
+        if code == -signal.SIGKILL:
+            kills[how] += 1
+            scraps += len(list(folder.rglob("*.part"))) if folder.exists() else 0
+            assert_whole(folder)
+            continue
+        assert code == 0
+        assert_same_run(whole[kind], folder)
+        assert not list(folder.rglob("*.part"))
+        shutil.rmtree(folder)
+        finished, attempts = finished + 1, 0
+    lines = [f"{sum(kills.values())} kills ({', '.join(f'{n} {how}' for how, n in kills.items())})"]
+    lines += [f"{scraps} half-written files left by them, all beside their place and removed by the next start"]
+    lines += [f"{finished} runs finished, each with the bits of a run that was never killed; 0 checkpoints damaged"]
+    lines += [f"{time.monotonic() - begin:.0f} seconds"]
+    print("\nsoak: " + "\nsoak: ".join(lines), file=sys.stderr)
