@@ -1,5 +1,6 @@
 """Runs an entry point under Hydra. A person's mistake ends as one line on stderr, with exit code 2."""
 
+import argparse
 import dataclasses
 import difflib
 import os
@@ -27,6 +28,10 @@ from cosinegate.orphans import end_with
 CONF = Path(__file__).parents[2] / "conf"
 PLAIN = ("benchmark", "calibrate", "dashboard", "evaluate", "export", "pareto", "report")  # commands without groups
 EXIT_MISTAKE = 2
+# what lightning and OpenMP read as numbers, some of them while they are imported
+RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "JSM_NAMESPACE_RANK")
+RANKS += ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 EXIT_INTERRUPTED = 130
 
 
@@ -41,18 +46,19 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         try:
             return task(config)
         except KeyboardInterrupt:
-            _end_interrupted()
+            end_interrupted()
         except Exception as error:
             if current_job() is not None and config_name == "train":  # the launcher keeps it and goes on
                 raise UserError(why_it_ended(error, config)) from None
-            if isinstance(error, UserError | OmegaConfBaseException):
-                _end(error)
+            if isinstance(error, UserError | OmegaConfBaseException | OSError):
+                end(error)
             raise
 
+    check_surroundings()
     if "+sweeps=wandb" in sys.argv:
-        _end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
+        end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
     if config_name != "train" and any(word.startswith("+sweeps=") for word in sys.argv):
-        _end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
+        end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
     if config_name in PLAIN and {"-h", "--help"} & set(sys.argv):
         print(explained(config_name))
         return
@@ -60,14 +66,31 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
     try:
         hydra.main(config_path=str(CONF), config_name=config_name, version_base="1.3")(guarded)()
-    except UserError as error:
-        _end(error)
+    except (UserError, OSError) as error:
+        end(error)
     except (HydraException, OmegaConfBaseException) as error:
         if asked_for_traceback:
             raise
-        _end(error)
+        end(error)
     except KeyboardInterrupt:
-        _end_interrupted()
+        end_interrupted()
+
+
+def check_surroundings() -> None:
+    """Ends with one line where the command line or the environment would trip up what is loaded later."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal without our letters shows a question mark
+    os.environ["MPLBACKEND"] = "Agg"  # figures go to files, whatever a notebook asked for
+    argparse.ArgumentParser.error = lambda self, message: end(UserError(message))  # without the usage over many lines
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            end(UserError(f"{word!a}: is not UTF-8"))
+    for name in (*RANKS, *THREADS):
+        value, least = os.environ.get(name, "1"), 1 if name in THREADS else 0
+        if not all(part.strip().isdecimal() and int(part) >= least for part in value.split(",")):
+            end(UserError(f"{name} = {value} (environment): must be a whole number, at least {least}"))
 
 
 def explained(config_name: str) -> str:
@@ -105,12 +128,13 @@ def compose(*overrides: str, config_name: str = "train") -> DictConfig:
         return hydra.compose(config_name, list(overrides))
 
 
-def _end(error: Exception) -> NoReturn:
+def end(error: Exception) -> NoReturn:
+    """Ends the program with one line about a person's mistake."""
     print(f"error: {one_line(error)}", file=sys.stderr)
     sys.exit(EXIT_MISTAKE)
 
 
-def _end_interrupted() -> NoReturn:
+def end_interrupted() -> NoReturn:
     print("interrupted: start the same command again to go on", file=sys.stderr)
     sys.exit(EXIT_INTERRUPTED)
 
@@ -119,6 +143,9 @@ def one_line(error: BaseException) -> str:
     """What went wrong, with the key, without the advice that a closed schema makes wrong."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
+    if isinstance(error, OSError):  # the disk, a file that is a folder, a right that is missing
+        where = ": ".join(str(name) for name in (error.filename2, error.filename) if name is not None)
+        return " ".join(f"{where or type(error).__name__}: {error.strerror or error}".split())
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         parent, _, key = cause.full_key.rpartition(".")

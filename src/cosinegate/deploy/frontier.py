@@ -23,6 +23,8 @@ from cosinegate.errors import UserError
 from cosinegate.files import replacing, write_atomically
 from cosinegate.routing import DYNAMIC
 
+plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
+
 
 def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     """A point a budget, written to `frontier.json` and `figures/frontier.png` of the run."""
