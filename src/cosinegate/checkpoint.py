@@ -38,6 +38,8 @@ def _check_archive(path: Path) -> None:
         raise ValueError("not a file")
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
-    stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-    if not stored or sum(member.file_size for member in members) > path.stat().st_size:
-        raise ValueError("its parts are compressed, or lie over each other")
+        stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+        if not stored or sum(member.file_size for member in members) > path.stat().st_size:
+            raise ValueError("its parts are compressed, or lie over each other")
+        if damaged := archive.testzip():  # torch itself would take a flipped bit for a weight
+            raise ValueError(f"{damaged} is damaged")

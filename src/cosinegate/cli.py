@@ -39,8 +39,11 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     """Composes `conf/<config_name>.yaml` with the command line and hands it to the task."""
 
     started_by = os.getpid()
+    composed = False
 
     def guarded(config: DictConfig) -> Any:
+        nonlocal composed
+        composed = True
         if os.getppid() == started_by:  # a worker of a parallel sweep
             end_with(started_by)
         try:
@@ -72,6 +75,10 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         if asked_for_traceback:
             raise
         end(error)
+    except (ValueError, TypeError) as error:
+        if composed or asked_for_traceback or {"-m", "--multirun"} & set(sys.argv):
+            raise
+        end(UserError(str(error)))  # Hydra has no exception of its own for every override that it refuses
     except KeyboardInterrupt:
         end_interrupted()
 
@@ -141,11 +148,17 @@ def end_interrupted() -> NoReturn:
 
 def one_line(error: BaseException) -> str:
     """What went wrong, with the key, without the advice that a closed schema makes wrong."""
+    return " ".join(_words(error).split())
+
+
+def _words(error: BaseException) -> str:
     if isinstance(error, UserError):
-        return " ".join(str(error).split())
-    if isinstance(error, OSError):  # the disk, a file that is a folder, a right that is missing
+        return str(error)
+    if isinstance(error, OSError) and not isinstance(
+        error, HydraException
+    ):  # the disk, a file that is a folder, a right that is missing
         where = ": ".join(str(name) for name in (error.filename2, error.filename) if name is not None)
-        return " ".join(f"{where or type(error).__name__}: {error.strerror or error}".split())
+        return f"{where or type(error).__name__}: {error.strerror or error}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         parent, _, key = cause.full_key.rpartition(".")
@@ -163,8 +176,7 @@ def one_line(error: BaseException) -> str:
         return (
             f"{error.override}: not Hydra's grammar: {str(error.__cause__ or error).split(' See ')[0].splitlines()[0]}"
         )
-    text = str(error).split("Config search path:")[0].split("Search path:")[0]
-    return " ".join(text.split())
+    return str(error).split("Config search path:")[0].split("Search path:")[0]
 
 
 def _keys(schema: Any) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from cosinegate.secret import masked
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
@@ -28,5 +30,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Whatever it is, a record, a table or a traceback: without the secrets of the environment."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(masked(text).encode())

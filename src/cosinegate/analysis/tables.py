@@ -25,12 +25,16 @@ def pareto(config: DictConfig, command: str) -> None:
     if config.reference is not None and (len(config.reference) != 2 or not all(map(is_number, config.reference))):
         raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
     folders = chosen_folders(config)
-    runs = find_runs(folders, lambda words: print(words, file=sys.stderr))
+    skipped: list[str] = []
+    runs = find_runs(folders, skipped.append)
     if config.sweep and len(runs) < len(folders):
         say(f"{len(runs)} of the sweep's {len(folders)} runs are finished")
     if not runs:
         where = f"the sweep {config.sweep}" if config.sweep else ", ".join(map(str, folders))
-        raise UserError(f"no finished run in {where}: {HINT}")
+        why = f" ({'; '.join(skipped[:3])}{'; ...' if skipped[3:] else ''})" if skipped else ""
+        raise UserError(f"no finished run in {where}{why}: {HINT}")
+    for line in skipped:
+        print(line, file=sys.stderr)
     written = []
     for family, configurations in families(runs, x).items():
         measured = plots.mark(configurations, x)

@@ -21,6 +21,9 @@ class AtomicCheckpoints(TorchCheckpointIO):
         with replacing(path) as file:
             torch.save(checkpoint, file)
 
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Both files are written over, never removed: a path out of a checkpoint's state is nothing to delete."""
+
 
 class BestCheckpoint(ModelCheckpoint):
     """The best epoch by validation accuracy. Calibrated gates on the way to their budget do not count: they compute
