@@ -10,7 +10,7 @@ X ?= counted
 ARGS ?=
 KILLS ?= 50
 
-.PHONY: run-is-missing help setup quickstart train data pareto report dashboard export calibrate bench-deploy test browser test-data soak bench clean
+.PHONY: run-is-missing help setup quickstart train data pareto report dashboard export calibrate bench-deploy test browser test-slow test-data soak bench clean
 
 comma := ,
 space := $(subst ,, )
@@ -71,6 +71,9 @@ test: setup browser ## lint, and every test that needs no download
 browser: # Debian's chromium for the report's tests, where it can be installed
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
 	>/dev/null 2>&1 || echo "no chromium and no apt-get to install it: the report is not tested in a browser"
+
+test-slow: setup ## ten thousand records, and the memory of a long run
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-data: setup ## the real CIFAR-10 and MNIST paths
 	$(BIN)/python -m pytest -m data $(ARGS)

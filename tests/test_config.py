@@ -1,5 +1,5 @@
 import pytest
-from conftest import ROOT, assert_one_line, config, process
+from conftest import ROOT, config, process
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -63,44 +63,6 @@ def test_a_bad_config_is_answered_with_one_line(case):
     assert "\n" not in line
     for fragment in fragments:
         assert fragment in line
-
-
-@pytest.mark.parametrize("case", BAD[::6], ids=lambda case: case[0])  # of each kind, one through the command line
-def test_a_bad_config_ends_with_one_line_and_nothing_written(case, tmp_path):
-    override, *fragments = case
-    done = process("src/train.py", override, f"runs_dir={tmp_path}/runs", f"data.root={tmp_path}/data")
-    assert_one_line(done, *fragments)
-    assert list(tmp_path.iterdir()) == []
-
-
-HEAVY = [  # what only the built objects can know
-    (["trainer=gpu"], ["accelerator=gpu"]),
-    (["trainer.accelerator=abacus"], ["accelerator=abacus"]),
-    (["trainer.devices=0"], ["devices=0"]),
-    (["trainer.devices=-3"], ["devices=-3"]),
-    (["trainer.precision=12-bit"], ["precision=12-bit"]),
-    (["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=65"], ["data.batch_size", "2 devices"]),
-    (["data.drop_last=true", "data.batch_size=2000"], ["data.batch_size", "1438"]),
-    (["data.mean=[0.1,0.2]", "data.std=[0.1,0.2]"], ["data.mean", "1 channel"]),
-    (["data.validation=holdout", "data.holdout=5000"], ["data.holdout", "1438"]),
-    (
-        [
-            "+callbacks.mine._target_=lightning.pytorch.callbacks.LearningRateMonitor",
-            "+callbacks.mine.logging_interval=never",
-        ],
-        ["logging_interval"],
-    ),
-    (["+callbacks.mine._target_=no.such.Callback"], ["no.such"]),
-    (["logger=wandb", "logger.wandb.mode=sometimes"], ["logger.wandb.mode", "offline"]),
-]
-
-
-@pytest.mark.parametrize("case", HEAVY, ids=lambda case: " ".join(case[0]))
-def test_a_bad_device_callback_or_logger_ends_with_one_line_and_nothing_written(case, tmp_path):
-    overrides, fragments = case
-    done = process("src/train.py", "+experiment=digits", *overrides, f"runs_dir={tmp_path}/runs")
-    assert_one_line(done, *fragments)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_novelty_takes_gamma_of_either_sign():

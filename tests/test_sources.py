@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import NO_NETWORK, assert_one_line, process
+from conftest import NO_NETWORK, process
 
 from cosinegate.data import IMAGE_SETS, cifar10, mnist
 from cosinegate.data.sources import Arrays, SourceFailed, load
@@ -225,10 +225,3 @@ def test_training_without_a_network_writes_nothing(tmp_path):
     assert done.stderr.strip().splitlines()[-1].startswith("error: no source gave mnist")
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_data_set_names_the_known_ones():
-    done = process("-m", "cosinegate.data", "imagenet", afresh=True)
-    assert done.returncode == 2
-    assert "cifar10" in done.stderr
-    assert_one_line(process("src/train.py", "data=imagenet"), "data/imagenet", "cifar10", "digits")

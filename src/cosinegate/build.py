@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from cosinegate.calibration import Budget, Quantile
 from cosinegate.choices import Calibration, Credit, GateKind, Sharing, Signal, Weighting
-from cosinegate.config import primitives
+from cosinegate.config import blocks_per_stage, primitives
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops
 from cosinegate.errors import UserError
@@ -58,14 +58,10 @@ class GateMaker:
         return Quantile(self.budget, self.made - 1, self.config.quantile.temperature)
 
 
-def blocks_per_stage(config: DictConfig) -> list[int]:
-    return list(config.network.blocks or [(config.network.depth - 2) // 6] * 3)
-
-
 def build_network(config: DictConfig, make_gate: GateMaker | None = None) -> ResNet:
     image_set = IMAGE_SETS[config.data.name.name]
     return ResNet(
-        blocks_per_stage=blocks_per_stage(config),
+        blocks_per_stage=blocks_per_stage(config.network),
         width=config.network.width,
         in_channels=image_set.shape[2],
         num_classes=len(image_set.classes),
@@ -103,7 +99,7 @@ def _block_weights(config: DictConfig) -> Tensor:
 
 
 def _budget(config: DictConfig) -> Budget:
-    numbers, quantile = blocks_per_stage(config), config.gate.quantile
+    numbers, quantile = blocks_per_stage(config.network), config.gate.quantile
     gated = torch.tensor([i > 0 or config.gate.first_blocks for number in numbers for i in range(number)])
     costs = _block_weights(config) if config.objective.weighting is Weighting.flops else torch.ones(len(gated))
     costs = costs / costs.sum()

@@ -1,5 +1,6 @@
 """Runs an entry point under Hydra. A person's mistake ends as one line on stderr, with exit code 2."""
 
+import argparse
 import dataclasses
 import difflib
 import os
@@ -29,14 +30,21 @@ from cosinegate.stop import Stopped
 CONF = Path(__file__).parents[2] / "conf"
 PLAIN = ("benchmark", "calibrate", "dashboard", "evaluate", "export", "pareto", "report")  # commands without groups
 EXIT_MISTAKE = 2
+# what lightning and OpenMP read as numbers, some of them while they are imported
+RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "JSM_NAMESPACE_RANK")
+RANKS += ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     """Composes `conf/<config_name>.yaml` with the command line and hands it to the task."""
 
     started_by = os.getpid()
+    composed = False
 
     def guarded(config: DictConfig) -> Any:
+        nonlocal composed
+        composed = True
         if os.getppid() == started_by:  # a worker of a parallel sweep
             end_with(started_by)
         try:
@@ -46,18 +54,19 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
                 os._exit(stopped.code)
             _end_stopped(stopped)
         except KeyboardInterrupt:
-            _end_stopped(Stopped(signal.SIGINT))
+            end_interrupted()
         except Exception as error:
             if current_job() is not None and config_name == "train":  # the launcher keeps it and goes on
                 raise UserError(why_it_ended(error, config)) from None
-            if isinstance(error, UserError | OmegaConfBaseException):
-                _end(error)
+            if isinstance(error, UserError | OmegaConfBaseException | OSError):
+                end(error)
             raise
 
+    check_surroundings()
     if "+sweeps=wandb" in sys.argv:
-        _end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
+        end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
     if config_name != "train" and any(word.startswith("+sweeps=") for word in sys.argv):
-        _end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
+        end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
     if config_name in PLAIN and {"-h", "--help"} & set(sys.argv):
         print(explained(config_name))
         return
@@ -65,16 +74,37 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
     try:
         hydra.main(config_path=str(CONF), config_name=config_name, version_base="1.3")(guarded)()
-    except UserError as error:
-        _end(error)
+    except (UserError, OSError) as error:
+        end(error)
     except (HydraException, OmegaConfBaseException) as error:
         if asked_for_traceback:
             raise
-        _end(error)
+        end(error)
+    except (ValueError, TypeError) as error:
+        if composed or asked_for_traceback or {"-m", "--multirun"} & set(sys.argv):
+            raise
+        end(UserError(str(error)))  # Hydra has no exception of its own for every override that it refuses
     except Stopped as stopped:
         _end_stopped(stopped)
     except KeyboardInterrupt:
-        _end_stopped(Stopped(signal.SIGINT))
+        end_interrupted()
+
+
+def check_surroundings() -> None:
+    """Ends with one line where the command line or the environment would trip up what is loaded later."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal without our letters shows a question mark
+    os.environ["MPLBACKEND"] = "Agg"  # figures go to files, whatever a notebook asked for
+    argparse.ArgumentParser.error = lambda self, message: end(UserError(message))  # without the usage over many lines
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            end(UserError(f"{word!a}: is not UTF-8"))
+    for name in (*RANKS, *THREADS):
+        value, least = os.environ.get(name, "1"), 1 if name in THREADS else 0
+        if not all(part.strip().isdecimal() and int(part) >= least for part in value.split(",")):
+            end(UserError(f"{name} = {value} (environment): must be a whole number, at least {least}"))
 
 
 def explained(config_name: str) -> str:
@@ -112,9 +142,14 @@ def compose(*overrides: str, config_name: str = "train") -> DictConfig:
         return hydra.compose(config_name, list(overrides))
 
 
-def _end(error: Exception) -> NoReturn:
+def end(error: Exception) -> NoReturn:
+    """Ends the program with one line about a person's mistake."""
     print(f"error: {one_line(error)}", file=sys.stderr)
     sys.exit(EXIT_MISTAKE)
+
+
+def end_interrupted() -> NoReturn:
+    _end_stopped(Stopped(signal.SIGINT))
 
 
 def _end_stopped(stopped: Stopped) -> NoReturn:
@@ -126,8 +161,17 @@ def _end_stopped(stopped: Stopped) -> NoReturn:
 
 def one_line(error: BaseException) -> str:
     """What went wrong, with the key, without the advice that a closed schema makes wrong."""
+    return " ".join(_words(error).split())
+
+
+def _words(error: BaseException) -> str:
     if isinstance(error, UserError):
-        return " ".join(str(error).split())
+        return str(error)
+    if isinstance(error, OSError) and not isinstance(
+        error, HydraException
+    ):  # the disk, a file that is a folder, a right that is missing
+        where = ": ".join(str(name) for name in (error.filename2, error.filename) if name is not None)
+        return f"{where or type(error).__name__}: {error.strerror or error}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         parent, _, key = cause.full_key.rpartition(".")
@@ -145,8 +189,7 @@ def one_line(error: BaseException) -> str:
         return (
             f"{error.override}: not Hydra's grammar: {str(error.__cause__ or error).split(' See ')[0].splitlines()[0]}"
         )
-    text = str(error).split("Config search path:")[0].split("Search path:")[0]
-    return " ".join(text.split())
+    return str(error).split("Config search path:")[0].split("Search path:")[0]
 
 
 def _keys(schema: Any) -> list[str]:

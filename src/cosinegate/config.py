@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from cosinegate.choices import GateKind, Polarity
 from cosinegate.errors import UserError
@@ -19,14 +19,30 @@ NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 
 
+LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
+DEEPEST, WIDEST = 1202, 4096
+MOST_WEIGHTS = 500_000_000  # of the convolutions: two gigabytes, and several times that in training
+MOST_IMAGES = 10**9
+MOST_THREADS = 1024
+SECRET = re.compile(r"api_?key|token|secret|passw|credential", re.IGNORECASE)
+
+
 def is_plain_name(value: str) -> bool:
-    """Whether it can name a file or a folder."""
-    return value not in ("", ".", "..") and "/" not in value
+    """Whether it can name a file or a folder, on any disk and in one line."""
+    return value not in ("", ".", "..") and "/" not in value and value.isprintable() and len(value.encode()) <= 150
 
 
 def is_batches(value: Any) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return value is None or whole or (isinstance(value, float) and 0 < value <= 1)
+    return value is None or (whole and value <= MOST_IMAGES) or (isinstance(value, float) and 0 < value <= 1)
+
+
+def is_devices(value: Any) -> bool:
+    """A number of devices, their indices, or a word that lightning knows. 0 and below -1 it refuses itself."""
+    if isinstance(value, ListConfig | list):
+        return 0 < len(value) <= 256 and all(isinstance(v, int) and 0 <= v <= 256 for v in value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, str) or (whole and abs(value) <= 256)
 
 
 Rule = tuple[str, Callable[[Any], bool], str]
@@ -34,22 +50,27 @@ RULES: list[Rule] = [
     ("name", is_plain_name, "a plain folder name"),
     ("sweep", lambda v: v is None or is_plain_name(v), "null or a plain file name"),
     ("seed", lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
-    ("threads", lambda v: v is None or v >= 1, "null or at least 1"),
-    ("save_minutes", lambda v: v >= 0, "at least 0"),
-    ("data.holdout", lambda v: v >= 1, "at least 1"),
-    ("data.batch_size", lambda v: v >= 1, "at least 1"),
-    ("data.eval_batch_size", lambda v: v >= 1, "at least 1"),
-    ("data.crop_padding", lambda v: v >= 0, "at least 0"),
-    ("data.std", lambda v: all(s > 0 for s in v), "above 0 for each channel"),
-    ("network.depth", lambda v: v >= 8 and (v - 2) % 6 == 0, "6n+2: 8, 14, 20, 26, 32, ..."),
+    ("threads", lambda v: v is None or 1 <= v <= MOST_THREADS, f"null or from 1 to {MOST_THREADS}"),
+    ("save_minutes", lambda v: 0 <= v <= 1e6, "from 0 to 1e6"),
+    ("data.holdout", lambda v: 1 <= v <= MOST_IMAGES, f"at least 1 and at most {MOST_IMAGES}"),
+    ("data.batch_size", lambda v: 1 <= v <= MOST_IMAGES, f"at least 1 and at most {MOST_IMAGES}"),
+    ("data.eval_batch_size", lambda v: 1 <= v <= MOST_IMAGES, f"at least 1 and at most {MOST_IMAGES}"),
+    ("data.crop_padding", lambda v: 0 <= v <= 32, "from 0 to 32 pixels"),
+    ("data.mean", lambda v: all(abs(m) <= 1e6 for m in v), "from -1e6 to 1e6 for each channel"),
+    ("data.std", lambda v: all(s >= 1e-6 for s in v), "above 0 for each channel, at least 1e-6"),
+    (
+        "network.depth",
+        lambda v: 8 <= v <= DEEPEST and (v - 2) % 6 == 0,
+        f"6n+2: 8, 14, 20, 26, 32, ... up to {DEEPEST}",
+    ),
     (
         "network.blocks",
-        lambda v: v is None or (len(v) == 3 and min(v) >= 1),
-        "null or three numbers of blocks, each at least 1",
+        lambda v: v is None or (len(v) == 3 and min(v) >= 1 and sum(v) <= DEEPEST // 2),
+        f"null or three numbers of blocks, each at least 1, together at most {DEEPEST // 2}",
     ),
-    ("network.width", lambda v: v >= 1, "at least 1"),
+    ("network.width", lambda v: 1 <= v <= WIDEST, f"at least 1 and at most {WIDEST}"),
     ("gate.threshold", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
-    ("gate.predictor.hidden", lambda v: v >= 1, "at least 1"),
+    ("gate.predictor.hidden", lambda v: 1 <= v <= 1024, "at least 1 and at most 1024"),
     ("gate.predictor.switch_epoch", lambda v: v >= 0, "at least 0"),
     ("gate.quantile.low", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("gate.quantile.high", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
@@ -77,6 +98,10 @@ RULES: list[Rule] = [
         )
         for stage in ("train", "val", "test")
     ),
+    ("trainer.devices", is_devices, "a number of devices up to 256, a list of their indices, or a word"),
+    ("trainer.log_every_n_steps", lambda v: v >= 0, "at least 0"),
+    ("trainer.num_sanity_val_steps", lambda v: v >= -1, "at least 0, or -1 for all"),
+    ("trainer.gradient_clip_val", lambda v: v is None or v >= 0, "null or at least 0"),
     ("trainer.num_nodes", lambda v: v >= 1, "at least 1"),
     ("trainer.check_val_every_n_epoch", lambda v: v >= 1, "at least 1"),
     ("trainer.accumulate_grad_batches", lambda v: v >= 1, "at least 1"),
@@ -91,22 +116,32 @@ def require(config: DictConfig) -> None:
 
 
 def require_positive(config: DictConfig, *keys: str) -> None:
-    """Ends with one line that names the first of the keys that is below 1."""
+    """Ends with one line that names the first of the keys that is below 1, or beyond any use."""
     for key in keys:
-        if config[key] is not None and config[key] < 1:
-            raise UserError(f"{key} = {config[key]}: must be at least 1")
+        most = MOST_THREADS if key == "threads" else MOST_IMAGES
+        if config[key] is not None and not 1 <= config[key] <= most:
+            raise UserError(f"{key} = {config[key]}: must be at least 1 and at most {most}")
 
 
 def validate(config: DictConfig) -> None:
     """Ends with one line that names the first key whose value is missing or out of range."""
     require(config)
     for key, value in leaves(primitives(config)).items():
-        if any(isinstance(v, float) and not math.isfinite(v) for v in (value if isinstance(value, list) else [value])):
-            raise UserError(f"{key} = {value}: must be a finite number")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not abs(number) <= LARGEST:  # nor of what is no number
+                raise UserError(f"{key} = {value}: must be a finite number, at most {LARGEST:g}")
+        if SECRET.search(key.rpartition(".")[2]) and value is not None:  # it would lie in records and checkpoints
+            raise UserError(
+                f"{key}: a secret has no place in a config; W&B's key is for `wandb login` or WANDB_API_KEY"
+            )
     for key, allowed, words in RULES:
         value = OmegaConf.select(config, key)
         if not allowed(value):
             raise UserError(f"{key} = {value}: must be {words}")
+    weights = convolution_weights(config.network)
+    if weights > MOST_WEIGHTS:
+        words = f"network.width = {config.network.width} with {sum(blocks_per_stage(config.network))} blocks"
+        raise UserError(f"{words}: {weights // 10**6} million weights; must be at most {MOST_WEIGHTS // 10**6} million")
     gamma = config.gate.gamma.init
     if config.gate.polarity is Polarity.paper and gamma >= 0:
         raise UserError(f"gate.gamma.init = {gamma}: must be below 0 with gate.polarity=paper (the paper has γ < 0)")
@@ -126,6 +161,21 @@ def validate(config: DictConfig) -> None:
         raise UserError(
             f"data.mean has {len(config.data.mean)} values and data.std {len(config.data.std)}: one a channel"
         )
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that can be computed with: finite, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def blocks_per_stage(network: DictConfig) -> list[int]:
+    return list(network.blocks or [(network.depth - 2) // 6] * 3)
+
+
+def convolution_weights(network: DictConfig) -> int:
+    """How many weights the convolutions of the residuals have: nearly all of a network's, known before it is built."""
+    first, second, third = blocks_per_stage(network)
+    return 18 * network.width**2 * (first + 4 * second + 16 * third) - 9 * network.width**2 * (2 + 8)
 
 
 def primitives(config: DictConfig) -> dict[str, Any]:

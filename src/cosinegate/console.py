@@ -6,12 +6,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from cosinegate.record import require
 
 if TYPE_CHECKING:
     from cosinegate.routing import RoutingSummary
 
 
 BARS = "·▁▂▃▄▅▆▇█"
+
+
+SHOWN = ("experiment", "data", "seed", "selected_on", "gate", "blocks_open", "dynamic_blocks", "paths", "tau_target")
+SHOWN += ("accuracy.test", "accuracy.last", "accuracy.best", "accuracy.last_epoch", "accuracy.best_epoch")
+SHOWN += ("mean_gate", "skip_percent", "flops.counted", "flops.executed", "images_per_second", "seconds")
 
 
 def say(words: str) -> None:
@@ -24,14 +32,17 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
     """The table that ends a training run."""
     if not _is_first_process():
         return
+    require(record, folder / "record.json", *SHOWN)
     accuracy, flops = record["accuracy"], record["flops"]
-    table = Table(title=f"{record['experiment']} on {record['data']}, seed {record['seed']}", title_justify="left")
+    table = Table(
+        title=Text(f"{record['experiment']} on {record['data']}, seed {record['seed']}"), title_justify="left"
+    )
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("how", overflow="fold")
     chosen = "the test set" if record["selected_on"] == "test" else "held-out training images"
     rows = [
-        ("test accuracy", percent(accuracy["test"]), f"hard gates, {accuracy['test_of']} epoch"),
+        ("test accuracy", percent(accuracy["test"]), f"hard gates, {accuracy.get('test_of')} epoch"),
         ("last accuracy", percent(accuracy["last"]), f"epoch {accuracy['last_epoch']}"),
         ("peak accuracy", percent(accuracy["best"]), f"epoch {accuracy['best_epoch']}, chosen on {chosen}"),
         ("mean gate", f"{record['mean_gate']:.3f}", f"target {record['tau_target']:g}"),
@@ -84,11 +95,11 @@ def show_routing(summary: "RoutingSummary", classes: tuple[str, ...]) -> None:
 
 def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Words in the first column, figures in the others."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     terminal = Console()
     widest = terminal.measure(table, options=terminal.options.update(width=500)).maximum
     Console(width=max(terminal.width, widest)).print(table)  # rather wrapped by the terminal than cut off

@@ -14,15 +14,18 @@ from cosinegate.build import build_module
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
-from cosinegate.checkpoint import first_line, read_checkpoint
+from cosinegate.checkpoint import read_checkpoint
 from cosinegate.commands import EvaluateConfig
-from cosinegate.config import is_batches, require_positive, validate
+from cosinegate.config import convolution_weights, is_batches, require_positive, validate
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
+from cosinegate.foreign import first_line
 from cosinegate.lit import LitCosineGate
 from cosinegate.routing import RoutingSummary
 from cosinegate.run import asked_too_much, build_trainer, quiet
 from cosinegate.schema import Config
+
+SMALLEST_WEIGHT = 2  # bytes, in half precision
 
 
 def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
@@ -81,7 +84,6 @@ def _test(
     limit_batches: Any,
 ) -> dict[str, float]:
     """Runs the test set through the module on one device, with these callbacks alone."""
-    config.callbacks, config.logger = {}, {}
     config.trainer.accelerator, config.trainer.strategy = accelerator, "auto"
     config.trainer.devices = config.trainer.num_nodes = 1
     config.trainer.limit_test_batches = limit_batches
@@ -121,15 +123,21 @@ def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
     stored = read_checkpoint(path)
     try:
         config = OmegaConf.merge(OmegaConf.structured(Config), stored["hyper_parameters"])
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise UserError(f"{path} was written by another version: {first_line(error)}") from error
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise UserError(f"{path} was written by another version: it has no {missing[0]}")
-    validate(config)
-    module = build_module(config)
+    config.callbacks, config.logger = {}, {}  # a file's `_target_` is nothing to call
+    try:
+        validate(config)
+        if convolution_weights(config.network) * SMALLEST_WEIGHT > path.stat().st_size:
+            raise UserError(f"a file of {path.stat().st_size} bytes does not hold the network that it asks for")
+        module = build_module(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     try:
         module.load_state_dict(stored["state_dict"])
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError, TypeError) as error:
         raise UserError(f"{path} was written by another version: {first_line(error)}") from error
     return module, config

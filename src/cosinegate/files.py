@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from cosinegate.secret import masked
+
 PART = ".part"
 
 
@@ -50,8 +52,9 @@ def _settle(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Whatever it is, a record, a table or a traceback: without the secrets of the environment."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(masked(text).encode())
 
 
 def remove_parts(folder: Path) -> None:

@@ -132,6 +132,9 @@ def wandb_logger(
         raise UserError(f"logger.wandb.mode = {mode}: must be one of {', '.join(WANDB_MODES)}")
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if has_account() else "offline")
+        if mode not in WANDB_MODES[1:]:
+            raise UserError(f"WANDB_MODE = {mode} (environment): must be one of {', '.join(WANDB_MODES[1:])}")
+    _settings()
     folder = Path(run_dir)
     run_id = f"{folder.parent.name}-{folder.name}"
     os.environ["WANDB_DATA_DIR"] = str(folder / "wandb" / "data")  # a table's images: beside the run, not in the home
@@ -144,7 +147,19 @@ def wandb_logger(
 
 def has_account() -> bool:
     """Whether W&B has a key on this machine."""
-    import wandb
     from wandb.sdk.lib import wbauth
 
-    return bool(os.environ.get("WANDB_API_KEY") or wbauth.read_netrc_auth(host=wandb.Settings().base_url))
+    return bool(os.environ.get("WANDB_API_KEY") or wbauth.read_netrc_auth(host=str(_settings().base_url)))
+
+
+def _settings() -> Any:
+    """W&B's settings with the environment's; wandb itself would refuse a bad one over many lines, in mid-run."""
+    import wandb
+
+    settings = wandb.Settings()
+    try:
+        settings.update_from_env_vars(os.environ)
+    except ValueError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise UserError(f"W&B's settings (WANDB_... of the environment): {' '.join(lines[1:3])}") from error
+    return settings

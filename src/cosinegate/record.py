@@ -9,33 +9,76 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from cosinegate.config import is_number, is_plain_name
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
+from cosinegate.foreign import first_line, read_json, read_text
 
 FORMAT = 1
 AWAY = "move its folder away to train the run again"
 STATES = ("running", "finished", "stopped", "failed")
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
 PACKAGES += ("onnx", "onnxruntime", "safetensors")
+LARGEST_METRICS = 64 * 2**20  # bytes
 
 Row = dict[str, float]
+
+
+# what a record's numbers can be, by their keys
+NUMBERS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("accuracy.test", "accuracy.last", "accuracy.best", "mean_gate", "tau_target"), (0, 1)),
+    **dict.fromkeys(("epochs.done", "accuracy.last_epoch", "accuracy.best_epoch"), (0, 10**9)),
+    **dict.fromkeys(("flops.counted", "flops.executed", "dynamic_blocks"), (0, 10**6)),
+    **dict.fromkeys(("latency_ms", "images_per_second", "seconds", "paths"), (0, 1e12)),
+    "epochs.planned": (1, 10**9),
+    "flops.dense_per_image": (0, 1e18),
+    "seed": (0, 2**32 - 1),
+    "skip_percent": (-1, 101),  # with room for rounding
+}
+NAMES = ("identity", "data", "gate", "selected_on", "network")  # some of them name files
+PARTS = ("epochs", "accuracy", "flops", "versions")
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """The record of a run, or None where there is none."""
     path = folder / "record.json"
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}; {AWAY}") from error
+    except UserError as error:
+        raise UserError(f"{error}; {AWAY}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise UserError(f"{path} is not a run record of format {FORMAT}; {AWAY}")
-    epochs = record.get("epochs")
-    whole = record.get("status") in STATES and isinstance(epochs, dict) and isinstance(epochs.get("done"), int)
-    if not whole:
+    if record.get("status") not in STATES or not isinstance(found(record, "epochs.done"), int):
         raise UserError(f"{path} lacks a run's status or epochs; {AWAY}")
+    kinds = {**dict.fromkeys(NUMBERS, int | float), **dict.fromkeys(NAMES, str), **dict.fromkeys(PARTS, dict)}
+    for key, kind in kinds.items():
+        value = found(record, key)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UserError(f"{path}: {key} = {str(value)[:80]}; {AWAY}")
+    return record
+
+
+def require(record: dict[str, Any], path: Path, *keys: str) -> None:
+    """Ends with one line where one of the keys has no value, or one that no run can have."""
+    for key in keys:
+        value = found(record, key)
+        if key in NUMBERS:
+            low, high = NUMBERS[key]
+            good = value is not None and low <= value <= high
+        elif key == "blocks_open":
+            good = isinstance(value, list) and all(is_number(share) and 0 <= share <= 1 for share in value)
+        else:
+            good = isinstance(value, str) and (is_plain_name(value) if key in NAMES else value.isprintable())
+        if not good:
+            raise UserError(f"{path}: {key} = {str(value)[:80]}")
+
+
+def found(record: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key, or None."""
+    for part in key.split("."):
+        record = record.get(part) if isinstance(record, dict) else None
     return record
 
 
@@ -46,13 +89,18 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 def read_metrics(folder: Path) -> dict[int, Row]:
     """metrics.csv as a row an epoch, by its number from 1; what a row does not have is left out."""
     path = folder / "metrics.csv"
-    if not path.exists():
+    try:
+        text = read_text(path, LARGEST_METRICS)
+    except FileNotFoundError:
         return {}
     try:
-        rows = list(csv.DictReader(io.StringIO(path.read_text())))
-        return {int(row["epoch"]): {k: float(v) for k, v in row.items() if k != "epoch" and v != ""} for row in rows}
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        rows = list(csv.DictReader(io.StringIO(text)))
+        read = {int(row["epoch"]): {k: float(v) for k, v in row.items() if k != "epoch" and v != ""} for row in rows}
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from error
+    if not all(1 <= epoch <= NUMBERS["epochs.done"][1] for epoch in read):
+        raise UserError(f"{path} cannot be read: its epochs do not count from 1")
+    return read
 
 
 def write_metrics(folder: Path, rows: dict[int, Row]) -> None:

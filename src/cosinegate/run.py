@@ -142,9 +142,9 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
     arguments = OmegaConf.to_container(config.trainer, resolve=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # deterministic algorithms without filling every buffer
     try:
-        extra = [instantiate(node) for node in config.callbacks.values() if node is not None]
+        extra = _made(config.callbacks, L.Callback)
         loggers = [metrics] if metrics is not None else []
-        loggers += [instantiate(node) for node in config.logger.values() if node is not None]
+        loggers += _made(config.logger, L.loggers.Logger)
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise UserError(f"callbacks or logger: {' '.join(str(cause).split())}") from error
@@ -158,6 +158,15 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
         return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"trainer ({_described(config.trainer)}): {' '.join(str(error).split())}") from error
+
+
+def _made(nodes: DictConfig, kind: type) -> list[Any]:
+    """What the nodes name by `_target_`; null leaves one out."""
+    made = {name: instantiate(node) for name, node in nodes.items() if node is not None}
+    for name, one in made.items():
+        if not isinstance(one, kind):
+            raise UserError(f"{name} = {nodes[name]}: is no lightning {kind.__name__}")
+    return list(made.values())
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import optuna
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 from rich.console import Console
@@ -31,6 +32,8 @@ from cosinegate.record import read_record
 from cosinegate.run import train
 from cosinegate.sweep import write_manifest
 
+MOST_TRIALS = 10**6
+
 
 def search(config: DictConfig) -> None:
     """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
@@ -41,6 +44,7 @@ def search(config: DictConfig) -> None:
     asked = _fingerprint(base, options)
     base.sweep = options.study or f"search-{asked}"
     folder = Path(base.runs_dir) / SWEEPS / base.sweep
+    _check_study(folder / "study.db")
     with locked(folder, wait=False):
         study = _open(folder / "study.db", base.sweep, asked)
         failures = _run_trials(study, space, base, options)
@@ -53,8 +57,8 @@ def search(config: DictConfig) -> None:
 
 def _check(options: DictConfig, run_dir: str | None, gate: GateKind) -> None:
     for key, least in (("trials", 1), ("population", 2)):
-        if options[key] < least:
-            raise UserError(f"search.{key} = {options[key]}: must be at least {least}")
+        if not least <= options[key] <= MOST_TRIALS:
+            raise UserError(f"search.{key} = {options[key]}: must be at least {least} and at most {MOST_TRIALS}")
     if options.cost not in (Cost.counted, Cost.executed):
         raise UserError(f"search.cost = {options.cost.name}: a search's trials have counted or executed FLOPs")
     if run_dir is not None:
@@ -83,7 +87,11 @@ class Space:
                 raise UserError(f"search.space, at its {edge} edge: {error}") from error
 
     def _distribution(self, name: str) -> BaseDistribution:
-        node, now = self.nodes[name], OmegaConf.select(self.base, self.nodes[name].key)
+        node = self.nodes[name]
+        try:
+            now = OmegaConf.select(self.base, node.key)
+        except OmegaConfBaseException:  # not even the form of a key
+            now = None
         if not isinstance(now, int | float) or isinstance(now, bool):
             raise UserError(f"search.space.{name}.key = {node.key}: not the key of a number")
         kind = IntDistribution if isinstance(now, int) else FloatDistribution
@@ -104,6 +112,12 @@ def _fingerprint(base: DictConfig, options: DictConfig) -> str:
     """What two searches share when their trials can lie in one study."""
     content = [identity(base), base.seed, primitives(options)["space"], options.cost.name, options.sampler.name]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _check_study(path: Path) -> None:
+    """Ends with one line, before anything is written, where another file lies in the study's place."""
+    if path.exists() and not (path.is_file() and path.open("rb").read(16) in (b"", b"SQLite format 3\0")):
+        raise UserError(f"{path} cannot be used: it is not a study; move it away or choose another search.study")
 
 
 def _open(path: Path, name: str, asked: str) -> optuna.Study:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,8 @@ from cosinegate.files import write_atomically
 from cosinegate.orphans import PATIENCE
 from cosinegate.record import read_record
 from cosinegate.stop import Stopped, taking_signals
+
+MOST_JOBS = 10_000
 
 
 @dataclass
@@ -90,6 +93,8 @@ def plan(
             swept = [value for value, override in zip(fixed, command, strict=True) if override.is_sweep_override()]
             label = " ".join([*own, *swept]) or "as it is"
             jobs.append(Job([*fixed, *own], label, asked=fixed))
+            if len(jobs) > MOST_JOBS:
+                raise UserError(f"{label}: a sweep of more than {MOST_JOBS} jobs")
     for job in jobs:
         try:
             job.config = _task_config(loader.load_sweep_config(master, job.overrides))
@@ -120,10 +125,15 @@ def _values(override: Override) -> list[str]:
         return [override.input_line]
     if not override.is_discrete_sweep():
         raise UserError(f"{override.input_line}: not a list of values; src/search.py searches in an interval")
-    values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    values = [f"{override.get_key_element()}={value}" for value in _few(override)]
     if not values:
         raise UserError(f"{override.input_line}: an empty grid")
     return values
+
+
+def _few(override: Override) -> Iterator[str]:
+    """The values, and of a range that no sweep could train no more than it takes to see that."""
+    return itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1)
 
 
 def _check(config: DictConfig) -> None:

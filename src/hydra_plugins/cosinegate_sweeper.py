@@ -25,7 +25,12 @@ class CosineGateSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         from cosinegate import sweep  # not before it is needed: Hydra imports every plugin at every start
+        from cosinegate.errors import UserError
 
+        if not isinstance(self.params, dict):
+            raise UserError(f"hydra.sweeper.params = {self.params}: must be keys with their values")
+        if not isinstance(self.points, list) or not all(isinstance(point, list) for point in self.points):
+            raise UserError(f"hydra.sweeper.points = {self.points}: must be a list of lists of overrides")
         loader = self.hydra_context.config_loader
         jobs = sweep.plan(loader, self.config, self.params, self.points, arguments)
         sweep.run(jobs, self.launcher, self.config.hydra.launcher, self.dry_run)

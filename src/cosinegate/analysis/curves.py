@@ -13,6 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
+
 LABEL = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 SETTLED = 0.02  # routing has settled once the mean gate stays this close to its last value
 

@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 plt.rcParams["svg.hashsalt"] = "cosinegate"  # the same runs, the same file
+plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 AXES = {
     "counted": "FLOPs counted: mean gate (the paper's figure)",
     "executed": "FLOPs executed / dense network's (measured)",

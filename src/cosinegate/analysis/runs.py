@@ -4,7 +4,7 @@ Costs in units of the dense network compare runs of one network; absolute ones c
 """
 
 import functools
-import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from cosinegate.config import NOT_IDENTITY, leaves
 from cosinegate.errors import UserError
-from cosinegate.record import read_record
+from cosinegate.foreign import parse_yaml, read_text
+from cosinegate.record import found, read_record, require
 
 SYMBOLS = {
     "objective.tau_target": "τ",
@@ -66,10 +63,9 @@ def _times(executed: float, dense_per_image: float | None) -> float | None:
     return None if dense_per_image is None else executed * dense_per_image / 1e6
 
 
-NUMBERS = ("seed", "epochs.planned", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
-NUMBERS += ("dynamic_blocks", "paths")
-OPTIONAL_NUMBERS = ("latency_ms", "flops.dense_per_image")
-WORDS = ("experiment", "identity", "data", "gate", "selected_on")
+NEEDED = ("seed", "epochs.planned", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
+NEEDED += ("dynamic_blocks", "paths", "experiment", "identity", "data", "gate", "selected_on", "blocks_open")
+OPTIONAL = ("latency_ms", "flops.dense_per_image", "network")
 
 
 def read_run(folder: Path) -> Run | None:
@@ -77,24 +73,13 @@ def read_run(folder: Path) -> Run | None:
     record = read_record(folder)
     if record is None or record["status"] != "finished":
         return None
-    for key in (*NUMBERS, *WORDS, "blocks_open", *OPTIONAL_NUMBERS, "network"):
-        value = functools.reduce(_inside, key.split("."), record)
-        if value is None and key in (*OPTIONAL_NUMBERS, "network"):
-            continue
-        number = isinstance(value, int | float) and math.isfinite(value)
-        kind = list if key == "blocks_open" else str
-        if not (number if key in (*NUMBERS, *OPTIONAL_NUMBERS) else isinstance(value, kind)):
-            raise UserError(f"{folder / 'record.json'}: {key} = {value}")
+    require(record, folder / "record.json", *NEEDED, *(key for key in OPTIONAL if found(record, key) is not None))
     return Run(folder, record, _settings(folder))
-
-
-def _inside(node: Any, part: str) -> Any:
-    return node.get(part) if isinstance(node, dict) else None
 
 
 def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[Run]:
     """Every finished run below the folders, each once. What cannot be read is passed over with a line."""
-    found: dict[tuple[str, int], Run] = {}
+    runs: dict[tuple[str, int], Run] = {}
     unfinished = 0
     for path in sorted({path for folder in folders for path in folder.rglob("record.json")}):
         try:
@@ -105,24 +90,40 @@ def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[
         if run is None:
             unfinished += 1
             continue
-        same = found.setdefault((run.record["identity"], run.record["seed"]), run)
+        same = runs.setdefault((run.record["identity"], run.record["seed"]), run)
         if same is not run:
             complain(f"skipped: {run.folder} is the same run as {same.folder}")
     if unfinished:
         complain(f"skipped: {unfinished} runs that are not finished")
-    return list(found.values())
+    return list(runs.values())
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The run's config, flat, without what changes no figure."""
+    """The run's config, flat, without what changes no figure.
+
+    Read part by part: the configs of thousands of runs differ in few of their parts, and parsing is what takes time.
+    """
     path = folder / "config.yaml"
-    if not path.exists():
-        return {}
-    apart = (*NOT_IDENTITY, "callbacks")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        text = read_text(path)
+    except FileNotFoundError:
+        return {}
+    try:
+        parts = [_flat(part) for part in re.split(r"^(?=[^\s#-])", text, flags=re.MULTILINE)]
+    except UserError:  # not as we write it: then as a whole, or not at all
+        try:
+            parts = [_flat(text)]
+        except UserError as error:
+            raise UserError(f"{folder / error.args[0]}") from error
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _flat(text: str) -> dict[str, Any]:
+    apart = (*NOT_IDENTITY, "callbacks")
+    content = parse_yaml(text, Path("config.yaml")) or {}
+    if not isinstance(content, dict):
+        raise UserError("config.yaml cannot be read: it is not a config")
     flat = leaves(content)
     return {k: v for k, v in flat.items() if not any(k == key or k.startswith(f"{key}.") for key in apart)}
 

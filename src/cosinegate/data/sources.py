@@ -4,22 +4,25 @@ The check is one SHA-256 over the decoded pixels and labels, so a folder, an off
 all have to give the very same images. What passes is written beside its place and renamed: a file there is whole.
 """
 
+import gzip
 import hashlib
+import http.client
+import io
 import pickle
 import shutil
-import socket
 import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
 import textwrap
+import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -51,7 +54,16 @@ class SourceFailed(Exception):
 
 # what reading a file that is cut off, damaged, forbidden or of another kind can raise
 UNUSABLE = (SourceFailed, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError)
-UNUSABLE += (RuntimeError, tarfile.TarError, zipfile.BadZipFile, zlib.error, struct.error, pickle.UnpicklingError)
+UNUSABLE += (
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    pickle.UnpicklingError,
+)
 
 
 @dataclass(frozen=True)
@@ -78,11 +90,6 @@ def load(image_set: ImageSet, root: str | Path, folder: str | Path | None = None
             return _verified(image_set, _read(kept))
         except UNUSABLE as error:
             tried.append(f"{kept}: {_line(error)}")
-            print(
-                f"data: {kept} is not whole ({_line(error)}); fetching {image_set.name} again",
-                file=sys.stderr,
-                flush=True,
-            )
     sources = list(image_set.sources)
     if folder is not None and image_set.from_folder is not None:
         sources.insert(0, (f"folder {folder}", lambda scratch: image_set.from_folder(Path(folder))))
@@ -92,11 +99,11 @@ def load(image_set: ImageSet, root: str | Path, folder: str | Path | None = None
                 arrays = _verified(image_set, fetch(Path(scratch)))
             except UNUSABLE as error:
                 tried.append(f"{words}: {_line(error)}")
-                print(f"data: {tried[-1]}", file=sys.stderr, flush=True)
                 continue
         if image_set.from_folder is not None:
             _keep(arrays, kept)
-            print(f"data: {image_set.name} from {words}, verified, kept in {kept}", file=sys.stderr, flush=True)
+            for line in (*tried, f"{image_set.name} from {words}, verified, kept in {kept}"):
+                print(f"data: {line}", file=sys.stderr, flush=True)
         return arrays
     raise UserError(f"no source gave {image_set.name}; tried {'; '.join(tried)}. By hand: {image_set.by_hand}")
 
@@ -111,23 +118,54 @@ def find(folder: Path, *names: str) -> Path:
     raise SourceFailed(f"no {names[0]} in {folder}")
 
 
-def official(dataset: str) -> Callable[[Path], Path]:
-    """Downloads by torchvision, which knows the official address and its checksums; gives the scratch folder."""
+def download(url: str, most: int, md5: str) -> bytes:
+    """What an official address gives, if it has the checksum that torchvision or the address itself publishes."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+            content = answer.read(most + 1)
+    except (OSError, http.client.HTTPException) as error:  # no network, refused, or cut off
+        raise SourceFailed(f"{url}: {_line(error)}") from error
+    if len(content) > most or hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+        raise SourceFailed(f"{url} is not the file that its checksum is of")
+    return content
 
-    def fetch(scratch: Path) -> Path:
-        from torchvision import datasets
 
-        before = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(TIMEOUT)
-        try:
-            getattr(datasets, dataset)(str(scratch), download=True)
-        except (OSError, RuntimeError) as error:  # no network, refused, or not what its checksum says
-            raise SourceFailed(_line(error)) from error
-        finally:
-            socket.setdefaulttimeout(before)
-        return scratch
+def bounded(path: Path, most: int) -> bytes:
+    """A file, plain or gzipped; one that holds more than `most` bytes is not what it should be."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise SourceFailed(f"{path} holds more than {most} bytes")
+    return content
 
-    return fetch
+
+class _Bounded(io.RawIOBase):
+    """A stream that ends in a failure after so many bytes: an archive can claim any size for anything in it."""
+
+    def __init__(self, stream: IO[bytes], most: int) -> None:
+        self.stream, self.left = stream, most
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0 or size > self.left:
+            raise SourceFailed("the archive holds more than it should")
+        self.left -= size
+        return self.stream.read(size)
+
+
+def members(archive: IO[bytes], names: Sequence[str], most: int) -> list[bytes]:
+    """Files of a tar archive, plain or gzipped, by their names in it. Nothing is unpacked to a path, no link is
+    followed, and no more than `most` bytes are read, whatever the archive claims.
+    """
+    gzipped = archive.read(2) == b"\x1f\x8b"
+    archive.seek(0)
+    found: dict[str, bytes] = {}
+    with tarfile.open(fileobj=_Bounded(gzip.open(archive) if gzipped else archive, most), mode="r|") as tar:
+        for member in tar:
+            if member.name in names and member.isreg():
+                found[member.name] = tar.extractfile(member).read()
+            if len(found) == len(names):
+                return [found[name] for name in names]
+    raise SourceFailed(f"no {next(name for name in names if name not in found)} in the archive")
 
 
 def run(command: list[str], cwd: Path) -> bytes:
@@ -155,6 +193,11 @@ def _verified(image_set: ImageSet, arrays: Arrays) -> Arrays:
 
 
 def _read(path: Path) -> Arrays:
+    """Uncompressed, as it was kept: what unpacks to more than the file was made to fill the memory."""
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    if sum(part.file_size for part in parts) > path.stat().st_size:
+        raise SourceFailed("it is compressed")
     with np.load(path, allow_pickle=False) as stored:
         return Arrays(*(stored[field] for field in Arrays._fields))
 

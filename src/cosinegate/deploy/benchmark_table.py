@@ -8,6 +8,8 @@ import matplotlib.pyplot as plt
 from cosinegate import console
 from cosinegate.files import replacing
 
+plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
+
 
 def as_markdown(found: dict[str, Any]) -> str:
     lines = [

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
 from cosinegate.deploy.weights import described, write_weights
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
+from cosinegate.foreign import read_json
 from cosinegate.record import provenance
 
 CLOSE = 1e-4  # folding BatchNorm reorders sums of some hundred float32 products: scores move in the sixth digit
@@ -36,7 +38,7 @@ def export(asked: ExportConfig) -> dict[str, Any]:
         raise UserError(f"tolerance = {asked.tolerance}: must be at least 0 and below 0.5")
     trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "export"
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not is_export(folder)):
+    if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not is_export(folder))):
         raise UserError(f"folder = {folder}: is there and is no export; choose another")
     held_out = trained.held_out()
     if asked.budget is not None:
@@ -63,8 +65,8 @@ def export(asked: ExportConfig) -> dict[str, Any]:
 def is_export(folder: Path) -> bool:
     """Whether the folder's card is one of ours."""
     try:
-        card = json.loads((folder / "card.json").read_text())
-    except (OSError, ValueError):
+        card = read_json(folder / "card.json")
+    except (UserError, FileNotFoundError):
         return False
     return isinstance(card, dict) and {"network", "forms", "files"} <= card.keys()
 

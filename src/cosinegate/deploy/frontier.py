@@ -5,6 +5,7 @@ all images or closed for all, by what most of them have (`rounded`). Gates that 
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from cosinegate.errors import UserError
 from cosinegate.files import replacing, write_atomically
 from cosinegate.routing import DYNAMIC
 
+plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
+
 
 def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     """A point a budget, written to `frontier.json` and `figures/frontier.png` of the run."""
@@ -34,6 +37,10 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     for budget in asked.budgets:
         trained.check_budget(budget)
+    folder = run_folder_of(trained.path)
+    for place, good in ((folder / "figures", Path.is_dir), (folder / "frontier.json", Path.is_file)):
+        if os.path.lexists(place) and not good(place):
+            raise UserError(f"{place}: is in the way of what would be written")
     held_out = trained.held_out()
     images, labels = trained.data.whole_images("test", asked.images)
     dense = dense_flops(trained.eager, trained.data.image_set.shape)
@@ -66,7 +73,6 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
         "test_images": len(images),
         "points": points,
     }
-    folder = run_folder_of(trained.path)
     write_atomically(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
     found["figure"] = str(_draw(points, trained.config.name, folder / "figures" / "frontier.png"))
     return found

@@ -16,7 +16,7 @@ from cosinegate.errors import UserError
 from cosinegate.evaluate import checkpoint_path, load_checkpoint
 from cosinegate.gates import PredictiveGate
 from cosinegate.networks import ResNet
-from cosinegate.record import read_record
+from cosinegate.record import found, read_record
 
 
 @dataclass
@@ -80,8 +80,8 @@ def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
     """The checkpoint that was asked for; if none was, the one that the record's test accuracy is of."""
     if checkpoint is not None or not Path(run).is_dir():
         return checkpoint_path(Path(run), (checkpoint or Checkpoint.last).name)
-    accuracy = (read_record(Path(run)) or {}).get("accuracy", {})
-    return checkpoint_path(Path(run), accuracy.get("test_of", Checkpoint.last.name))
+    tested = found(read_record(Path(run)) or {}, "accuracy.test_of")
+    return checkpoint_path(Path(run), tested if tested in Checkpoint.__members__ else Checkpoint.last.name)
 
 
 def is_the_records(checkpoint: Path) -> bool:

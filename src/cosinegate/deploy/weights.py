@@ -1,7 +1,6 @@
 """The deployed network as safetensors weights and the JSON that rebuilds it: data, with no code in it."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork, GateHead
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
+from cosinegate.foreign import read_json
 from cosinegate.networks.block import PadShortcut
 
 FORMAT = 1
@@ -47,12 +47,14 @@ def rebuilt(card: dict[str, Any], path: Path) -> FoldedNetwork:
     try:
         if card["format"] != FORMAT:
             raise UserError(f"{path}: format {card['format']}, this program reads {FORMAT}")
-        blocks = [_block(**block) for block in card["blocks"]]
-        stem = nn.Conv2d(card["in_channels"], card["width"], 3, padding=1)
-        head, size = nn.Linear(blocks[-1].conv1.out_channels, card["classes"]), card["size"]
-        network = FoldedNetwork(stem, blocks, head, size and tuple(size))
-        network.load_state_dict(load_file(path))
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        weights = load_file(path)
+        with torch.device("meta"):  # a card may claim any size: the memory is that of the file
+            blocks = [_block(**block) for block in card["blocks"][: len(weights)]]
+            stem = nn.Conv2d(card["in_channels"], card["width"], 3, padding=1)
+            head, size = nn.Linear(blocks[-1].conv1.out_channels, card["classes"]), card["size"]
+            network = FoldedNetwork(stem, blocks, head, size and tuple(size))
+        network.load_state_dict(weights, assign=True)
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UserError(f"{path}: not the weights of its card: {' '.join(str(error).split())[:200]}") from error
     return network.requires_grad_(False).eval().to(memory_format=torch.channels_last)
 
@@ -61,9 +63,9 @@ def read_exported(folder: str | Path) -> FoldedNetwork:
     """The network in an export's folder, if its weights are those of the card."""
     path, weights = Path(folder) / "card.json", Path(folder) / "weights.safetensors"
     try:
-        card = json.loads(path.read_text())
+        card = read_json(path)
         network, digest = card["network"], card["files"][weights.name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, OSError, LookupError, TypeError) as error:
         raise UserError(f"{path}: not an export's card: {error}") from error
     if not weights.is_file() or hashlib.sha256(weights.read_bytes()).hexdigest() != digest:
         raise UserError(f"{weights}: not the file that its card describes: missing or damaged")

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
-from yaml import YAMLError
 
 from cosinegate.analysis.curves import phases
 from cosinegate.analysis.routes import Routes
+from cosinegate.config import is_number
 from cosinegate.console import say
 from cosinegate.errors import UserError
 from cosinegate.evaluate import checkpoint_path, find_routes, load_checkpoint
-from cosinegate.record import Row, read_metrics, read_record
+from cosinegate.foreign import parse_yaml, read_text
+from cosinegate.record import PARTS, Row, found, read_metrics, read_record
 
 BINS = 40  # of CIR
 CURVES = ("train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed", "schedule/prog")
@@ -28,20 +27,20 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     record = read_record(folder)
     if record is None:
         raise UserError(f"runs = {folder}: has no record.json; give a run's folder")
-    missing = [key for key in NEEDED if not isinstance(record.get(key), str | dict)]
+    missing = [key for key in NEEDED if not isinstance(record.get(key), dict if key in PARTS else str)]
     if missing:
         raise UserError(f"{folder / 'record.json'} has no {', '.join(missing)}")
     rows = read_metrics(folder)
-    config = folder / "config.yaml"
     try:
-        settings = OmegaConf.load(config) if config.exists() else OmegaConf.create()
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{config} cannot be read: {error}") from error
+        text = read_text(folder / "config.yaml")
+    except FileNotFoundError:
+        text = ""
+    warmup = found(parse_yaml(text, folder / "config.yaml") or {}, "objective.warmup_epochs")
     content = {
         "name": f"{record['experiment']} {folder.name}" + (" dense" if record["gate"] == "none" else ""),
         "folder": folder.as_posix(),
         "record": record,
-        "config": config.read_text() if config.exists() else "",
+        "config": text,
         "epochs": sorted(rows),
         "curves": {name: _curve(rows, name) for name in CURVES if any(name in row for row in rows.values())},
         "skipped": [None if share is None else 1 - share for share in _curve(rows, "gates/mean")],
@@ -51,7 +50,7 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
         "phases": [],
     }
     if content["gated"]:
-        content["phases"] = phases(rows, OmegaConf.select(settings, "objective.warmup_epochs") or 0)
+        content["phases"] = phases(rows, warmup if is_number(warmup) else 0)
     if not content["gated"]:
         return content | {"routes": None}
     if not (folder / "checkpoints" / "last.ckpt").is_file():

@@ -1,0 +1,354 @@
+"""Whatever a person or a file gets wrong: one line, a code that is not 0, and nothing written or changed."""
+
+import itertools
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import NO_NETWORK, ROOT, assert_one_line, config, process
+
+from cosinegate.data import cifar10, mnist
+from cosinegate.run import train
+
+
+def changed(path: Path, change) -> dict:
+    """A checkpoint's content after `change`."""
+    stored = torch.load(path, weights_only=True)
+    change(stored)
+    return stored
+
+
+def checkpoints(good: Path, folder: Path) -> None:
+    """Files that are no checkpoint of this program, or none that can be used."""
+    folder.mkdir()
+    content = good.read_bytes()
+    middle = len(content) // 2
+    for name, wrong in {
+        "empty": b"",
+        "text": b"no checkpoint at all\n",
+        "cut": content[:9000],
+        "flipped": content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :],
+        "pickle": pickle.dumps({"state_dict": {}, "hyper_parameters": {}}),
+        "onnx": b"\x08\x0a\x12\x07pytorch\x1a\x062.13.0:\x00",
+    }.items():
+        (folder / f"{name}.ckpt").write_bytes(wrong)
+    np.savez(folder / "npz", weights=np.zeros(3))
+    (folder / "folder.ckpt").mkdir()
+    os.mkfifo(folder / "pipe.ckpt")
+    circle: list = []
+    circle.append(circle)
+    bomb: list = []
+    for _ in range(40):
+        bomb = [bomb, bomb]
+
+    def parameters(key: str, value, stored: dict) -> None:
+        *parents, last = key.split(".")
+        node = stored["hyper_parameters"]
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+
+    for name, (key, value) in {
+        "deep": ("network.depth", 6 * 10**8 + 2),
+        "wide": ("network.width", 10**9),
+        "hollow": ("network.width", 512),  # within what is allowed, but the file does not hold it
+        "version": ("network.heads", 4),
+        "asks": ("name", "${oc.env:HOME}"),
+        "circle": ("callbacks.x", circle),
+        "bomb": ("callbacks.x", bomb),
+        "nan": ("objective.tau_target", float("nan")),
+        "kind": ("gate.kind", "sinus"),
+    }.items():
+        torch.save(changed(good, lambda stored, k=key, v=value: parameters(k, v, stored)), folder / f"{name}.ckpt")
+    torch.save(changed(good, lambda stored: stored["state_dict"].popitem()), folder / "lacking.ckpt")
+    torch.save(changed(good, lambda stored: stored.pop("hyper_parameters")), folder / "bare.ckpt")
+
+
+def records(good: dict, folder: Path) -> None:
+    """Folders whose record.json is not one."""
+    odd = {
+        "list": "[]",
+        "cut": json.dumps(good)[:200],
+        "deep": "[" * 100_000,
+        "bytes": b"\xff\xfe\x00",
+        "status": json.dumps(good | {"status": ["finished"]}),
+        "big": json.dumps(good | {"seed": 10**400}),
+        "nan": json.dumps(good | {"accuracy": good["accuracy"] | {"test": float("nan")}}),
+        "words": json.dumps(good | {"accuracy": good["accuracy"] | {"test": "0.9"}}),
+        "path": json.dumps(good | {"data": "../../evil"}),
+        "line": json.dumps(good | {"experiment": "a\nb"}),
+        "bare": json.dumps({key: good[key] for key in ("format", "status", "epochs")}),
+    }
+    for name, text in odd.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "record.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name in ("folder", "loop", "yaml"):
+        (folder / name).mkdir()
+    (folder / "folder" / "record.json").mkdir()
+    (folder / "loop" / "record.json").symlink_to("record.json")
+    (folder / "yaml" / "record.json").write_text(json.dumps(good))
+    names = "abcdefghijklmnop"
+    bomb = ["a: &a [x, x, x, x, x, x, x, x]"]
+    bomb += [f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]" for a, b in itertools.pairwise(names)]
+    (folder / "yaml" / "config.yaml").write_text("\n".join(bomb))
+
+
+def idx(shape: tuple[int, ...], size: int | None = None) -> bytes:
+    size = int(np.prod(shape)) if size is None else size
+    return b"\0\0\x08" + bytes([len(shape)]) + np.array(shape, ">u4").tobytes() + bytes(size)
+
+
+def data_folders(folder: Path) -> None:
+    """Originals of data sets that are cut off, of another shape, or something else."""
+    shapes = [(60, 28, 28), (60,), (10, 28, 28), (10,)]
+    for name, images in {
+        "idx-cut": idx(shapes[0], 500),
+        "idx-shape": idx((60, 32, 32)),
+        "idx-huge": idx((2**31, 2**31, 4), 0),
+        "idx-text": b"not idx",
+        "idx-swapped": idx(shapes[0]),  # well formed, and not MNIST
+    }.items():
+        (folder / name).mkdir(parents=True)
+        for file, shape in zip(mnist.FILES, shapes, strict=True):
+            (folder / name / file).write_bytes(images if file == mnist.FILES[0] else idx(shape))
+    (folder / "cifar-cut").mkdir()
+    (folder / "cifar-shape").mkdir()
+    (folder / "cifar-code").mkdir()
+    for name in cifar10.PYTHON_BATCHES:
+        (folder / "cifar-cut" / f"{name}.bin").write_bytes(bytes(3073 * 2 - 1))
+        square = pickle.dumps({"data": np.zeros((2, 28 * 28), np.uint8), "labels": [1, 2]}, protocol=2)
+        (folder / "cifar-shape" / name).write_bytes(square.replace(b"numpy._core", b"numpy.core"))
+        (folder / "cifar-code" / name).write_bytes(b"cos\nsystem\n(S'touch evil'\ntR.")
+    (folder / "kept").mkdir()
+    (folder / "kept" / "mnist.npz").write_bytes(b"PK\x03\x04 cut off")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with three trained runs and everything that is wrong with what others could look like."""
+    folder = tmp_path_factory.mktemp("world")
+    short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "callbacks.curves=null"]
+    for name, words in {
+        "good": ["+experiment=digits_predictive"],
+        "dense": ["+experiment=digits", "gate=none"],
+        "exact": ["+experiment=digits"],
+    }.items():
+        train(config(*words, *short, f"run_dir={folder / name}"))
+    checkpoints(folder / "good" / "checkpoints" / "last.ckpt", folder / "ckpt")
+    records(json.loads((folder / "good" / "record.json").read_text()), folder / "odd")
+    data_folders(folder / "data")
+    (folder / "file").write_text("in the way\n")
+    (folder / "loop").symlink_to("loop")
+    (folder / "theirs").mkdir()
+    (folder / "theirs" / "thesis.txt").write_text("keep me\n")
+    (folder / "blocked" / "checkpoints").mkdir(parents=True)
+    shutil.copy(folder / "good" / "checkpoints" / "last.ckpt", folder / "blocked" / "checkpoints")
+    (folder / "blocked" / "figures").write_text("in the way\n")
+    (folder / "csv").mkdir()
+    shutil.copy(folder / "good" / "record.json", folder / "csv")
+    (folder / "csv" / "metrics.csv").write_text(f"epoch,val/acc\n1,{'9' * 200_000}x\n")
+    (folder / "runs" / ".sweeps" / "mine").mkdir(parents=True)
+    (folder / "runs" / ".sweeps" / "mine" / "study.db").write_text("no study\n")
+    (folder / "runs" / ".sweeps" / "listed.json").write_text('{"runs": [1, {}]}')
+    return folder
+
+
+DIGITS = "train +experiment=digits"
+CASES = [  # the command line, what the line says, and the environment
+    # overrides
+    ("train objective.lambda_flop=3", "did you mean lambda_flops"),
+    ("train trainer.max_epochs=many", "trainer.max_epochs"),
+    ("train objective.tau_target=1.01", "at most 1"),
+    ("train optimizer.lr=nan", "finite"),
+    ("train optimizer.lr=[0.1", "optimizer.lr"),
+    ("train +experiment=conservativ", "conservative"),
+    ("train data=imagenet", "data/imagenet"),
+    ("train data=null", "override must be a string"),
+    ("train =5", "override must be a string"),
+    ("train --nonsense", "unrecognized arguments: --nonsense"),
+    ("train --config-name=nonsense", "Cannot find primary config"),
+    ("train hydra/launcher=nonsense", "hydra/launcher/nonsense"),
+    ("train name=${nope}", "nope"),
+    ("train name=", "name = : must be a plain folder name"),
+    ("train name=..", "plain folder name"),
+    ("train name=a\nb", "name=a b: not Hydra's grammar"),
+    (f"train name={'a' * 300}", "plain folder name"),
+    ("train name=\udcff", "is not UTF-8"),
+    ("train seed=99999999999999999999999", "seed"),
+    ("train network.width=1000000000", "network.width"),
+    ("train network.depth=6000000002", "network.depth"),
+    ("train network.width=4096 network.depth=1202", "million weights"),
+    ("train network.blocks=[1,1,1000000]", "network.blocks"),
+    ("train data.batch_size=1000000000000000000000", "data.batch_size"),
+    ("train data.crop_padding=1000000", "data.crop_padding"),
+    ("train data.std=[1e-320,1,1]", "data.std"),
+    ("train threads=1000000000", "threads"),
+    ("train trainer.devices=1.5", "trainer.devices"),
+    ("train trainer.devices=100000", "trainer.devices"),
+    ("train logger=wandb +logger.wandb.api_key=0123456789abcdef", "a secret has no place in a config"),
+    # what only the built objects can know
+    (f"{DIGITS} trainer=gpu", "accelerator=gpu"),
+    (f"{DIGITS} trainer.accelerator=abacus", "accelerator=abacus"),
+    (f"{DIGITS} trainer.devices=0", "devices=0"),
+    (f"{DIGITS} trainer.devices=-3", "devices=-3"),
+    (f"{DIGITS} trainer.strategy=nonsense", "strategy=nonsense"),
+    (f"{DIGITS} trainer.precision=12-bit", "precision=12-bit"),
+    (f"{DIGITS} trainer=ddp trainer.accelerator=cpu data.batch_size=65", "2 devices"),
+    (f"{DIGITS} data.drop_last=true data.batch_size=2000", "1438"),
+    (f"{DIGITS} data.mean=[0.1,0.2] data.std=[0.1,0.2]", "1 channel"),
+    (f"{DIGITS} data.validation=holdout data.holdout=5000", "1438"),
+    (f"{DIGITS} +callbacks.mine._target_=no.such.Callback", "no.such"),
+    (f"{DIGITS} +callbacks.mine._target_=builtins.dict", "is no lightning Callback"),
+    (f"{DIGITS} +callbacks.mine=5", "callbacks"),
+    (f"{DIGITS} +logger.mine._target_=builtins.dict", "is no lightning Logger"),
+    (f"{DIGITS} logger=wandb logger.wandb.mode=sometimes", "logger.wandb.mode"),
+    # paths, and the folder of a run
+    (f"{DIGITS} runs_dir=file", "file"),
+    (f"{DIGITS} run_dir=file", "file"),
+    (f"{DIGITS} run_dir=loop", "loop"),
+    (f"{DIGITS} run_dir=dense", "holds a run of another config"),
+    (f"{DIGITS} run_dir=odd/deep", "record.json cannot be read"),
+    (f"{DIGITS} run_dir=odd/bytes", "record.json cannot be read"),
+    (f"{DIGITS} run_dir=odd/folder", "not a file"),
+    ("train hydra.run.dir=file/x", "file/x"),
+    # sweeps and searches
+    ("train -m +sweeps=nonsense", "sweeps/nonsense"),
+    ("train -m +sweeps=quick,seeds", "one sweep at a time"),
+    ("train -m seed=", "seed"),
+    ("train -m seed=range(0,1000000000)", "more than 10000 jobs"),
+    ("train -m hydra.sweeper.params=5", "hydra.sweeper.params"),
+    ("train -m run_dir=x seed=0,1", "run_dir"),
+    ("evaluate +sweeps=quick", "+sweeps: a sweep is for src/train.py"),
+    ("search +experiment=digits search.trials=0", "search.trials"),
+    ("search +experiment=digits search.space.tau_target.key=a..b", "not the key of a number"),
+    ("search +experiment=digits search.space.tau_target.low=7", "search.space"),
+    ("search +experiment=digits search.study=../x", "search.study"),
+    ("search +experiment=digits search.study=mine", "is not a study"),
+    ("search -m +experiment=digits seed=0,1", "leave -m out"),
+    # checkpoints
+    *(
+        (f"evaluate run=ckpt/{name}", "not a checkpoint")
+        for name in ("empty.ckpt", "text.ckpt", "cut.ckpt", "flipped.ckpt", "pickle.ckpt", "onnx.ckpt", "npz.npz")
+    ),
+    ("evaluate run=ckpt/bare.ckpt", "not a checkpoint"),
+    ("evaluate run=ckpt/folder.ckpt", "has no checkpoints/last.ckpt"),
+    ("evaluate run=ckpt/pipe.ckpt", "no such folder or file"),
+    ("evaluate run=loop", "no such folder or file"),
+    ("evaluate run=", "has no checkpoints/last.ckpt"),
+    ("evaluate", "run has no value"),
+    ("evaluate run=ckpt/deep.ckpt", "network.depth"),
+    ("evaluate run=ckpt/wide.ckpt", "network.width"),
+    ("export run=ckpt/hollow.ckpt", "does not hold the network"),
+    ("evaluate run=ckpt/version.ckpt", "another version"),
+    ("evaluate run=ckpt/kind.ckpt", "another version"),
+    ("evaluate run=ckpt/lacking.ckpt", "another version"),
+    ("evaluate run=ckpt/nan.ckpt", "finite"),
+    ("export run=ckpt/asks.ckpt", "${oc.env:HOME}"),
+    ("calibrate run=ckpt/circle.ckpt", "too deep"),
+    ("benchmark run=ckpt/bomb.ckpt", "values"),
+    ("evaluate run=good limit_batches=-2", "limit_batches"),
+    ("evaluate run=good threads=100000000000", "threads"),
+    ("evaluate run=good accelerator=abacus", "abacus"),
+    # deployment
+    ("export run=dense", "a dense network has no gates"),
+    ("export run=exact", "train with gate=predictive"),
+    ("export run=good budget=nan", "budget = nan"),
+    ("export run=good tolerance=0.7", "tolerance = 0.7"),
+    ("export run=good folder=theirs", "is there and is no export"),
+    ("export run=good folder=loop", "is there and is no export"),
+    ("export run=good folder=file/x", "cannot be written"),
+    ("export run=odd/deep", "record.json cannot be read"),
+    ("calibrate run=good budgets=[]", "give at least one"),
+    ("calibrate run=good budgets=[0.7,1.2]", "budget = 1.2"),
+    ("calibrate run=blocked budgets=[0.8]", "in the way"),
+    ("benchmark run=good batches=[0]", "batches = [0]"),
+    ("benchmark run=good batches=[4000]", "there are 359 test images"),
+    ("benchmark run=good folder=file", "cannot be written"),
+    ("benchmark run=good against=[exact]", "has gates"),
+    ("bench steps=0", "steps = 0"),
+    # records
+    *(
+        (f"pareto runs=odd/{name}", word)
+        for name, word in {
+            "list": "not a run record",
+            "cut": "cannot be read",
+            "deep": "RecursionError",
+            "bytes": "UnicodeDecodeError",
+            "status": "lacks a run's status",
+            "big": "seed",
+            "nan": "accuracy.test = nan",
+            "words": "accuracy.test = 0.9",
+            "path": "data = ../../evil",
+            "line": "experiment = a b",
+            "folder": "not a file",
+            "bare": "seed = None",
+            "yaml": "config.yaml cannot be read",
+        }.items()
+    ),
+    ("pareto runs=5", "runs = 5"),
+    ("pareto runs=[]", "runs = []"),
+    ("pareto runs=/nowhere", "no such folder"),
+    ("pareto runs=good reference=[nan,1]", "reference"),
+    ("pareto runs=good folder=file", "cannot be written"),
+    ("pareto runs=good x=speed", "speed"),
+    ("pareto sweep=../../x", "must be a sweep's name"),
+    ("pareto sweep=listed", "lists no runs"),
+    ("report", "runs has no value"),
+    ("report runs=[odd/bare]", "has no experiment"),
+    ("report runs=[odd/loop]", "symbolic links"),
+    ("report runs=[odd/yaml]", "config.yaml cannot be read"),
+    ("report runs=[csv]", "metrics.csv cannot be read"),
+    ("report runs=[theirs]", "has no record.json"),
+    ("report runs=[good] path=theirs limit_batches=1", "path = theirs: cannot be written"),
+    ("dashboard", "wandb login"),
+    # data
+    ("data imagenet", "cifar10"),
+    ("data", "name"),
+    ("data mnist --root file --folder /nowhere", "no such folder", NO_NETWORK),
+    ("data mnist --root data/kept --folder file", "mnist.npz", NO_NETWORK),
+    ("data mnist --root x --folder data/idx-cut", "cut off", NO_NETWORK),
+    ("data mnist --root x --folder data/idx-shape", "SHA-256", NO_NETWORK),
+    ("data mnist --root x --folder data/idx-huge", "cut off", NO_NETWORK),
+    ("data mnist --root x --folder data/idx-text", "not an idx file", NO_NETWORK),
+    ("data mnist --root x --folder data/idx-swapped", "SHA-256", NO_NETWORK),
+    ("data cifar10 --root x --folder data/cifar-cut", "cut off", NO_NETWORK),
+    ("data cifar10 --root x --folder data/cifar-shape", "3 x 32 x 32", NO_NETWORK),
+    ("data cifar10 --root x --folder data/cifar-code", "names os.system", NO_NETWORK),
+    ("train data.root=x data.folder=loop", "no such folder", NO_NETWORK),
+    # the environment
+    (DIGITS, "OMP_NUM_THREADS", {"OMP_NUM_THREADS": "abc"}),
+    (DIGITS, "LOCAL_RANK", {"LOCAL_RANK": "abc"}),
+    (DIGITS, "SLURM_NTASKS", {"SLURM_NTASKS": ""}),
+    (f"{DIGITS} logger=wandb", "WANDB_MODE", {"WANDB_MODE": "nonsense"}),
+    (f"{DIGITS} logger=wandb", "base_url", {"WANDB_BASE_URL": "nonsense"}),
+    ("train seed=-1", "seed", {"HYDRA_FULL_ERROR": "nonsense"}),
+    ("pareto runs=/nowhere", "no such folder", {"MPLBACKEND": "nonsense", "PYTHONIOENCODING": "ascii"}),
+]
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Every file with its bytes, every link with its target, every folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        kind = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "no file"
+        found[str(path.relative_to(folder))] = kind
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{' '.join(case[0].split())[:70]} {' '.join(case[2:] and case[2])}"
+)
+def test_bad_input_is_answered_with_one_line_and_nothing_is_written(case, world):
+    line, fragment, *rest = case
+    command, *words = line.split(" ")
+    program = ["-m", "cosinegate.data"] if command == "data" else [str(ROOT / "src" / f"{command}.py")]
+    before = tree(world)
+    done = process(*program, *words, cwd=world, **(rest[0] if rest else {}))
+    assert_one_line(done, fragment)
+    assert done.returncode == 2
+    assert tree(world) == before
