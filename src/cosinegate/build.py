@@ -103,8 +103,11 @@ def _budget(config: DictConfig) -> Budget:
     gated = torch.tensor([i > 0 or config.gate.first_blocks for number in numbers for i in range(number)])
     costs = _block_weights(config) if config.objective.weighting is Weighting.flops else torch.ones(len(gated))
     costs = costs / costs.sum()
-    if quantile.credit is Credit.cost and config.gate.signal is not Signal.predicted:
-        raise UserError("gate.quantile.credit = cost: needs gate.signal=predicted; else gate.quantile.credit=slope")
+    if quantile.credit is not Credit.slope and config.gate.signal is not Signal.predicted:
+        raise UserError(
+            f"gate.quantile.credit = {quantile.credit.name}: needs gate.signal=predicted; "
+            "else gate.quantile.credit=slope"
+        )
     tau, free = config.objective.tau_target, costs[~gated].sum().item()
     if not gated.any():
         raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")

@@ -13,6 +13,7 @@ from cosinegate.relaxation import Opened
 
 CHUNK = 256  # images at a time
 RECENT = 2048  # images, whose logits the price is found from
+NOTHING = 1e-9  # a share that opens no image
 LEAST_SPREAD = 1.0  # of the logits, below which the straight-through gradient grows no further
 
 
@@ -24,7 +25,7 @@ class Budget(nn.Module):
     callback moves.
 
     With Sharing.network the shares lie between `low` and `high`, so that no block becomes a constant. With Credit.slope
-    each block has a learned worth, whose gradient is what opening the block more is worth to the loss. With Credit.cost
+    each block has a learned worth, whose gradient is what opening the block more is worth to the loss. With the others
     logits are prices, so that one price, over those of the last RECENT training images, parts all samples of all
     blocks. A given `worth` is not learned.
     """
@@ -51,7 +52,7 @@ class Budget(nn.Module):
         self.begin = [1.0] * len(costs) if begin is None else begin
         self.credit = credit
         learns = sharing is Sharing.network and worth is None
-        prices = learns and credit is Credit.cost
+        prices = learns and credit is not Credit.slope
         first = torch.zeros(len(costs)) if worth is None else torch.tensor(worth)
         known = sharing is Sharing.block or prices
         self.worth = None if known else nn.Parameter(first, requires_grad=learns)
@@ -139,6 +140,11 @@ class Quantile(nn.Module):
         """The logit above which the gate is open in evaluation."""
         return self.threshold.item()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether training skips every sample now. Not so over several processes, which want all gradients."""
+        return self.training and self.budget.share is None and self.budget.shares()[self.place] < NOTHING
+
     def forward(self, logit: Tensor) -> Opened:
         if not self.training:
             return Opened((logit > self.threshold).to(logit.dtype), self.threshold)
@@ -150,7 +156,7 @@ class Quantile(nn.Module):
             return Opened(1.0 + nothing, logit.new_tensor(-math.inf))  # DDP wants every parameter to have a gradient
         turn = logit.new_tensor(turn_for(logits, share))
         z = _highest(logits, share, self.budget.share).to(logit.dtype)  # exactly 0 or 1
-        if self.budget.credit is Credit.cost:
+        if self.budget.credit is not Credit.slope:
             return Opened(z, turn)
         scale = self.temperature * logits.std(correction=0).clamp_min(LEAST_SPREAD)
         soft = torch.sigmoid((logit - turn) / scale)

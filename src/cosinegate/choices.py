@@ -55,7 +55,8 @@ class Credit(Enum):
     """What a calibrated gate learns from."""
 
     slope = "slope"  # the straight-through gradient: whether a little more of F is better
-    cost = "cost"  # what skipping F would have cost, measured
+    cost = "cost"  # what skipping F would have cost the loss, measured
+    change = "change"  # how far skipping F would have changed the prediction, measured
 
 
 class Sharing(Enum):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cosinegate.calibration import Quantile
@@ -30,8 +31,13 @@ def _input_of(block: ResidualBlock) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def skip_cost(network: ResNet, place: int, x: Tensor, gates: Tensor, target: Tensor) -> Tensor:
+def skip_cost(
+    network: ResNet, place: int, x: Tensor, gates: Tensor, target: Tensor, credit: Credit = Credit.cost
+) -> Tensor:
     """(B,) of block `place` with input x, where the blocks have gates (B, N).
+
+    With Credit.change the divergence of the prediction without F from that with F, whatever the target: a loss may
+    also fall when the network gets less sure of a wrong class, and those images are the last to leave alone.
 
     As evaluation has it: with BatchNorm's running moments, for a batch's own would hide a part of what changes.
     """
@@ -42,9 +48,12 @@ def skip_cost(network: ResNet, place: int, x: Tensor, gates: Tensor, target: Ten
     y = block.activation(torch.cat((s, s + r)))
     for gate, block in zip(gates[:, place + 1 :].to(x.dtype).T, later, strict=True):
         y = block.activation(torch.addcmul(block.shortcut(y), gate.repeat(2).view(-1, 1, 1, 1), block.residual(y)))
-    losses = torch.nn.functional.cross_entropy(network.classify(y), target.repeat(2), reduction="none")
+    scores = network.classify(y)
     network.train(was_training)
-    without, with_f = losses.chunk(2)
+    if credit is Credit.change:
+        without, with_f = scores.log_softmax(1).chunk(2)
+        return F.kl_div(without, with_f, reduction="none", log_target=True).sum(1)
+    without, with_f = F.cross_entropy(scores, target.repeat(2), reduction="none").chunk(2)
     return without - with_f
 
 
@@ -52,7 +61,7 @@ def priced_places(network: ResNet) -> list[int]:
     """The blocks whose gates learn what skipping costs."""
     openings = {place: block.gate.opening for place, block in enumerate(network.blocks) if block.gate is not None}
     learn = (place for place, opening in openings.items() if isinstance(opening, Quantile))
-    return [place for place in learn if openings[place].budget.credit is Credit.cost]
+    return [place for place in learn if openings[place].budget.credit is not Credit.slope]
 
 
 def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> tuple[Output, Tensor]:
@@ -61,11 +70,13 @@ def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -
     The block is drawn by chance. Of large costs the logarithm counts, and of large errors the size instead of its
     square: before a network has learned anything, costs are anything.
     """
-    place = places[torch.randint(len(places), ())]
+    running = [place for place in places if not network.blocks[place].gate.opening.is_closed]
+    place = running[torch.randint(len(running), ())]
+    credit = network.blocks[place].gate.opening.budget.credit
     with _input_of(network.blocks[place]) as kept:
         output = network(images)
     part, logits = slice(None, None, PART), output.routing.logits
-    cost = skip_cost(network, place, kept[0][part], output.routing.gates[part].detach(), target[part])
+    cost = skip_cost(network, place, kept[0][part], output.routing.gates[part].detach(), target[part], credit)
     price = logits[part, place] / network.blocks[place].gate.gamma.detach().abs()
     others = 0.0 * logits[:, places].sum()  # gates that are not drawn have a gradient too, as several processes want it
-    return output, torch.nn.functional.smooth_l1_loss(price, torch.asinh(cost)) / len(places) + others
+    return output, F.smooth_l1_loss(price, torch.asinh(cost)) / len(places) + others

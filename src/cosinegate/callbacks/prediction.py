@@ -10,7 +10,7 @@ from cosinegate.lit import LitCosineGate
 
 
 class PredictionStatistics(L.Callback):
-    """Over the batches of a training epoch, where F runs for every sample."""
+    """Over the batches of a training epoch, where F runs for every sample, or for none: then nothing is known of it."""
 
     def __init__(self, sums: EpochSums) -> None:
         self.sums = sums
@@ -27,8 +27,9 @@ class PredictionStatistics(L.Callback):
             predicted, exact, agrees = (
                 field[:, self.places].double() for field in (routing.cir, routing.exact, routing.agrees)
             )
-            terms = (torch.ones_like(exact), exact, exact.square(), (exact - predicted).square(), agrees)
-            self.sums.add("prediction", torch.stack([term.sum(0) for term in terms]))
+            known = ~exact.isnan()
+            terms = (known.double(), exact, exact.square(), (exact - predicted).square(), agrees)
+            self.sums.add("prediction", torch.stack([term.where(known, 0.0).sum(0) for term in terms]))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         if not self.places:
@@ -36,7 +37,10 @@ class PredictionStatistics(L.Callback):
         count, total, squares, error, agrees = self.sums.total(trainer, "prediction")
         r2 = 1 - error / (squares - total.square() / count).clamp_min(1e-12)
         agreement = agrees / count
-        names = {"predict/r2": r2.mean(), "predict/agreement": agreement.mean()}
+        known = count > 0
+        names = {"predict/r2": r2[known].mean(), "predict/agreement": agreement[known].mean()}
         for k, place in enumerate(self.places):
+            if not known[k]:
+                continue
             names |= {f"predict/r2_block_{place:02d}": r2[k], f"predict/agreement_block_{place:02d}": agreement[k]}
         pl_module.log_dict({name: value.float() for name, value in names.items()}, sync_dist=True)

@@ -82,6 +82,8 @@ class ResidualBlock(nn.Module):
             return self.activation(s + self.residual(x)), None
         if self.gate.decides_first and not self.training:
             return self._skipping(s, x, seen)
+        if self.gate.decides_first and getattr(self.gate.opening, "is_closed", False):
+            return self.activation(s.clone()), BlockRouting(self.gate.decide(seen), None)
         r = self.residual(x)
         if self.gate.decides_first and not self.consistency:
             dots = geometry.constant_dot_products(s, r)
