@@ -28,21 +28,24 @@ def trained_a_little(rng: torch.Generator, *overrides: str):
 
 
 @torch.no_grad()
-def slow_cost(network, place, image, gates, target) -> float:
+def slow_cost(network, place, image, gates, target, credit) -> float:
     """Of one image by itself, from the definition."""
-    losses = []
+    losses, predictions = [], []
     for opened in (0.0, 1.0):
         x = network.stem(image[None])
         for index, block in enumerate(network.blocks):
             gate = opened if index == place else gates[index].item()
             x = torch.relu(block.shortcut(x) + gate * block.residual(x))
         logits = network.head(x.mean((2, 3)))
-        losses.append(-torch.log_softmax(logits[0].double(), 0)[target].item())
-    return losses[0] - losses[1]
+        predictions.append(torch.softmax(logits[0].double(), 0))
+        losses.append(-predictions[-1][target].log().item())
+    without, with_f = predictions
+    return losses[0] - losses[1] if credit is Credit.cost else (with_f * (with_f / without).log()).sum().item()
 
 
+@pytest.mark.parametrize("credit", [Credit.cost, Credit.change])
 @pytest.mark.parametrize("place", [1, 3, 5])
-def test_the_cost_is_the_loss_without_f_less_the_loss_with_f(place, rng):
+def test_the_cost_is_the_loss_without_f_less_the_loss_with_f_or_how_far_they_part(place, credit, rng):
     network = trained_a_little(rng)
     x, target = batch(12, rng)
     gates = torch.randint(2, (12, 6), generator=rng).float()
@@ -52,12 +55,32 @@ def test_the_cost_is_the_loss_without_f_less_the_loss_with_f(place, rng):
         before = network.stem(x)
         for gate, block in zip(gates.T[:place], network.blocks, strict=False):
             before = torch.relu(block.shortcut(before) + gate.view(-1, 1, 1, 1) * block.residual(before))
-    found = skip_cost(network.train(), place, before.clone(), gates, target)
+    found = skip_cost(network.train(), place, before.clone(), gates, target, credit)
     assert network.training
     network.eval()
-    wanted = [slow_cost(network, place, *rows) for rows in zip(x, gates, target, strict=True)]
+    wanted = [slow_cost(network, place, *rows, credit) for rows in zip(x, gates, target, strict=True)]
     torch.testing.assert_close(found.double(), torch.tensor(wanted, dtype=torch.double), rtol=1e-4, atol=1e-5)
     assert found.abs().max() > 0.01
+    assert (found < 0).any() == (credit is Credit.cost)
+
+
+def test_a_block_that_no_image_opens_is_not_run_in_training(rng):
+    overrides = ("gate.quantile.begin=[1,0,1]", "gate.quantile.low=0.0")
+    network, other = small(*overrides).train(), small(*overrides).train()
+    assert [block.gate.opening.is_closed for block in network.blocks if block.gate] == [False, True, False]
+    ran = []
+    network.blocks[3].residual.register_forward_hook(lambda *_: ran.append(1))
+    other.blocks[3].gate.opening.budget.begin = [1.0, 1e-6, 1.0]  # opens none of 16 images, and runs
+    x, target = batch(16, rng)
+    outputs = [n(x) for n in (network, other)]
+    assert ran == []
+    assert torch.equal(outputs[0].logits, outputs[1].logits)
+    assert torch.equal(outputs[0].routing.gates, outputs[1].routing.gates)
+    assert outputs[0].routing.exact[:, 3].isnan().all()
+    for _ in range(20):
+        priced(network, [1, 3, 5], x, target)[1].backward()
+    taught = [bool(network.blocks[place].gate.controller.w2.weight.grad.any()) for place in (1, 3, 5)]
+    assert taught == [True, False, True]  # it is not drawn either
 
 
 def test_measuring_changes_neither_the_pass_nor_what_batches_leave_behind(rng):

@@ -71,7 +71,7 @@ def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -
     square: before a network has learned anything, costs are anything.
     """
     running = [place for place in places if not network.blocks[place].gate.opening.is_closed]
-    place = running[torch.randint(len(running), ())]
+    place = (running or places)[torch.randint(len(running or places), ())]
     credit = network.blocks[place].gate.opening.budget.credit
     with _input_of(network.blocks[place]) as kept:
         output = network(images)
