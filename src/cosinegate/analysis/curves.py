@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from cosinegate.files import replacing
 from cosinegate.record import Row
 
 matplotlib.use("Agg")
@@ -97,5 +98,6 @@ def draw_curves(rows: dict[int, Row], path: Path, title: str, tau_target: float,
             0.995, 0.985, "phases: " + ", ".join(name for name, *_ in marked), ha="right", va="top", fontsize="small"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
     plt.close(figure)
