@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,16 +82,23 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     data, network, *_ = family
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
     axis.margins(x=0.12, y=0.08)
-    for one in configurations:
-        colour = "black" if one.is_dense else "C0"
-        (cost, cost_std), (accuracy, accuracy_std) = one.cost(x), one.accuracy()
-        axis.scatter(
-            [run.cost(x) for run in one.runs], [100 * run.accuracy for run in one.runs], 14, colour, alpha=0.35
-        )
-        bars = {"xerr": cost_std, "yerr": accuracy_std and 100 * accuracy_std}
-        marker = "s" if one.is_dense else "o"
+    for is_dense, colour, marker in ((False, "C0", "o"), (True, "black", "s")):
+        some = [one for one in configurations if one.is_dense is is_dense]
+        if not some:
+            continue
+        every = [(run.cost(x), 100 * run.accuracy) for one in some for run in one.runs]
+        axis.scatter(*zip(*every, strict=True), 14, colour, alpha=0.35)
+        costs, accuracies = [one.cost(x) for one in some], [one.accuracy() for one in some]
         axis.errorbar(
-            cost, 100 * accuracy, **bars, fmt=marker, color=colour, ecolor=(colour, 0.5), capsize=3, elinewidth=1
+            [mean for mean, _ in costs],
+            [100 * mean for mean, _ in accuracies],
+            xerr=[math.nan if std is None else std for _, std in costs],
+            yerr=[math.nan if std is None else 100 * std for _, std in accuracies],
+            fmt=marker,
+            color=colour,
+            ecolor=(colour, 0.5),
+            capsize=3,
+            elinewidth=1,
         )
     best = sorted(
         point for point, one in zip(points(configurations, x), configurations, strict=True) if one.on_frontier
