@@ -29,6 +29,7 @@ AXES = {
 }
 FORMATS = {"mflops": ("MFLOPs", "{:.2f}"), "latency": ("ms an image", "{:.3f}")}  # columns that a table gets
 CHANCE = 0.1  # ten classes
+MOST_NAMES = 40  # points of the frontier that a figure has room to name; the tables name all
 LONGEST = 44  # letters that have room beside a point
 MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond the slowest run
 
@@ -106,7 +107,9 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     axis.step([p[0] for p in best], [100 * p[1] for p in best], where="post", color="C1", zorder=1)
     quoted = QUOTED.get(data, []) if x == "counted" else []
     axis.plot([q.counted for q in quoted], [100 * q.accuracy for q in quoted], "D", color="grey", fillstyle="none")
-    words = [(one.cost(x)[0], one.accuracy()[0], one.label, "black") for one in configurations if one.on_frontier]
+    named = [one for one in configurations if one.on_frontier]
+    named = named[:: -(-len(named) // MOST_NAMES)] if named else []  # of a longer frontier every second, third, ...
+    words = [(one.cost(x)[0], one.accuracy()[0], one.label, "black") for one in named]
     words += [(q.counted, q.accuracy, q.name, "grey") for q in quoted]
     _annotate(axis, words)
     handles = [
