@@ -29,9 +29,18 @@ def few(examples: int):
     return settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=slow)
 
 
+def refused(function, *arguments) -> str | None:
+    """The line that the function ends with, if it ends with a person's mistake."""
+    try:
+        function(*arguments)
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        return cli.one_line(error)
+    except ValueError as error:
+        return str(error) if "override" in str(error) else f"not a refusal\n{error}"  # `cli.run` answers Hydra's own
+
+
 # the config
 
-DEFAULT = OmegaConf.create({})
 KEYS = sorted(key for key in leaves(primitives(config())) if not key.startswith(("callbacks", "logger")))
 VALUES = st.one_of(
     st.integers(),
@@ -50,34 +59,32 @@ def composed():
     return config("+experiment=digits_predictive")
 
 
-@few(400)
+@few(120)
 @given(key=st.sampled_from(KEYS), value=VALUES)
 def test_any_value_of_any_key_is_taken_or_refused_with_one_line(composed, key, value):
     changed = composed.copy()
-    try:
+
+    def ask() -> None:
         OmegaConf.update(changed, key, value, force_add=False)
         validate(changed)
-    except (UserError, OmegaConfBaseException) as error:
-        line = cli.one_line(error)
-        assert line
-        assert "\n" not in line
-    else:
+
+    line = refused(ask)
+    if line is None:
         assert len(identity(changed)) == 10
         json.dumps(primitives(changed), allow_nan=False)
+    else:
+        assert line
+        assert "\n" not in line
 
 
-@few(25)
+@few(12)
 @given(text=st.text(st.characters(codec="ascii"), max_size=12))
 def test_any_text_on_the_command_line_is_taken_or_refused_with_one_line(text):
-    try:
-        validate(config(f"name={text}"))
-    except (UserError, HydraException, OmegaConfBaseException) as error:
-        assert "\n" not in cli.one_line(error)
-    except ValueError as error:  # what `cli.run` answers as Hydra's own
-        assert "override" in str(error)
+    line = refused(lambda: validate(config(f"name={text}")))
+    assert line is None or "\n" not in line
 
 
-@few(40)
+@few(10)
 @given(order=st.randoms(use_true_random=False))
 def test_identity_does_not_know_the_order_of_keys(composed, order):
     def shuffled(node):
@@ -110,20 +117,17 @@ def read_all(folder: Path) -> None:
     for family in families(runs, "counted"):
         assert not set("/\0\n") & set("".join(map(str, family)))
     for reader in (read_record, read_run):
-        try:
-            reader(folder)
-        except UserError as error:
-            assert str(error)
+        assert refused(reader, folder) != ""
 
 
-@few(150)
+@few(60)
 @given(content=JSON)
 def test_any_json_is_a_record_or_passed_over_with_a_line(tmp_path, content):
     (tmp_path / "record.json").write_text(json.dumps(content))
     read_all(tmp_path)
 
 
-@few(250)
+@few(100)
 @given(key=st.sampled_from([*NUMBERS, "format", "status", "epochs", *RECORD]), value=JSON)
 def test_any_value_in_a_record_is_taken_or_passed_over_with_a_line(tmp_path, key, value):
     record = json.loads(json.dumps(RECORD))
@@ -141,21 +145,17 @@ def test_any_value_in_a_record_is_taken_or_passed_over_with_a_line(tmp_path, key
         assert found(run.record, "epochs.planned") >= 1
 
 
-@few(100)
+@few(60)
 @given(content=st.binary(max_size=60) | st.text('epoch,val/ac123.\n"e-', max_size=60).map(str.encode))
 def test_any_bytes_are_metrics_or_one_line(tmp_path, content):
     (tmp_path / "metrics.csv").write_bytes(content)
-    try:
-        rows = read_metrics(tmp_path)
-    except UserError as error:
-        assert "metrics.csv" in str(error)
-    else:
-        assert all(isinstance(value, float) for row in rows.values() for value in row.values())
+    line = refused(read_metrics, tmp_path)
+    assert line is None or line.startswith(f"{tmp_path}/metrics.csv cannot be read")
 
 
 # geometry
 
-FINITE = st.floats(-1e15, 1e15, width=32)
+FINITE = st.floats(-(2.0**50), 2.0**50, width=32)
 TINY = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1e-30, 1e-8, 1e15, -1e15, 1.0])
 NUMBER = st.one_of(FINITE, TINY)
 
@@ -179,7 +179,7 @@ def slow_cir(s: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     return torch.tensor(found)
 
 
-@few(200)
+@few(80)
 @given(batch=BATCH)
 def test_cir_of_finite_maps_is_in_its_range_and_that_of_float64(batch):
     s, r = map(maps, batch)
@@ -193,7 +193,7 @@ def test_cir_of_finite_maps_is_in_its_range_and_that_of_float64(batch):
     torch.testing.assert_close(cir[sure], slow_cir(s, r).float()[sure], rtol=0, atol=2e-6)
 
 
-@few(150)
+@few(60)
 @given(batch=BATCH, z=st.floats(0, 1, width=32), detach=st.booleans())
 def test_gradients_of_finite_maps_are_finite(batch, z, detach):
     s, r = (maps(rows).requires_grad_() for rows in batch)
@@ -205,7 +205,7 @@ def test_gradients_of_finite_maps_are_finite(batch, z, detach):
         assert tensor.grad.isfinite().all()
 
 
-@few(100)
+@few(50)
 @given(batch=BATCH, odd=st.sampled_from([math.nan, math.inf, -math.inf]), which=st.integers(0, 1))
 def test_what_is_no_number_stays_in_its_own_sample(batch, odd, which):
     s, r = map(maps, batch)
@@ -225,7 +225,7 @@ POINTS = st.lists(
 )
 
 
-@few(300)
+@few(100)
 @given(points=POINTS)
 def test_the_frontier_is_what_nothing_dominates(points):
     def dominated(p):
@@ -234,7 +234,7 @@ def test_the_frontier_is_what_nothing_dominates(points):
     assert on_frontier(points) == [not dominated(point) for point in points]
 
 
-@few(150)
+@few(60)
 @given(points=POINTS, reference=st.tuples(st.floats(0, 2), st.floats(0, 1)))
 def test_hypervolume_is_the_area_of_the_cells_that_something_dominates(points, reference):
     xs = sorted({p[0] for p in points if p[0] < reference[0]} | {reference[0]})

@@ -1,5 +1,7 @@
 """From a config to the objects it names."""
 
+import json
+
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from cosinegate.lit import LitCosineGate
 from cosinegate.networks import ResNet
 from cosinegate.objective import Objective
 from cosinegate.relaxation import Relaxation
+from cosinegate.secret import masked
 
 
 class GateMaker:
@@ -88,7 +91,8 @@ def build_module(config: DictConfig) -> LitCosineGate:
         config.objective.sided,
         config.objective.lambda_predict,
     )
-    return LitCosineGate(network, objective, config.optimizer, len(image_set.classes), primitives(config))
+    kept = json.loads(masked(json.dumps(primitives(config))))  # checkpoints hold it, and loggers send it
+    return LitCosineGate(network, objective, config.optimizer, len(image_set.classes), kept)
 
 
 def _block_weights(config: DictConfig) -> Tensor:

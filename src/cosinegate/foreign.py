@@ -4,6 +4,8 @@ Nothing is looked up for it either: a `${oc.env:...}` in a checkpoint would fetc
 """
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,23 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
     """A text file. Its absence is told as such (FileNotFoundError), anything else with one line."""
     try:
-        path.stat()
-        if not path.is_file():  # a folder; or a pipe, on which a reader would wait for ever
-            raise UserError(f"{path} cannot be read: it is not a file")
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UserError(f"{path} cannot be read: it is not a file")
             content = file.read(most + 1)
         if len(content) > most:
             raise UserError(f"{path} cannot be read: it is larger than {most // 2**20} MiB")
         return content.decode()
     except FileNotFoundError:
         raise
+    except IsADirectoryError as error:
+        raise UserError(f"{path} cannot be read: it is not a file") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # of a pipe, a reader would wait for ever for its writer
 
 
 def read_json(path: Path) -> Any:
@@ -39,7 +46,8 @@ def read_json(path: Path) -> Any:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
-    check_plain(content, path)
+    if text.count("{") + text.count("[") > DEEPEST:  # else it cannot be too deep, and JSON is plain by itself
+        check_plain(content, path)
     return content
 
 

@@ -72,7 +72,7 @@ def rows(*maps: Tensor) -> list[Tensor]:
     """Each (B, ...) as (B, D), all in one order: in memory order, without a copy, where all are channels_last."""
     if all(x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) for x in maps):
         maps = tuple(x.permute(0, 2, 3, 1) for x in maps)
-    return [x.reshape(x.shape[0], -1) for x in maps]
+    return [x.flatten(1) for x in maps]
 
 
 def global_average_pool(x: Tensor) -> Tensor:

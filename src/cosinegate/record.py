@@ -37,6 +37,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
 }
 NAMES = ("identity", "data", "gate", "selected_on", "network")  # some of them name files
 PARTS = ("epochs", "accuracy", "flops", "versions")
+KINDS = {**dict.fromkeys(NUMBERS, (int, float)), **dict.fromkeys(NAMES, str), **dict.fromkeys(PARTS, dict)}
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -52,8 +53,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} is not a run record of format {FORMAT}; {AWAY}")
     if record.get("status") not in STATES or not isinstance(found(record, "epochs.done"), int):
         raise UserError(f"{path} lacks a run's status or epochs; {AWAY}")
-    kinds = {**dict.fromkeys(NUMBERS, int | float), **dict.fromkeys(NAMES, str), **dict.fromkeys(PARTS, dict)}
-    for key, kind in kinds.items():
+    for key, kind in KINDS.items():
         value = found(record, key)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise UserError(f"{path}: {key} = {str(value)[:80]}; {AWAY}")

@@ -1,15 +1,19 @@
 """Pareto frontier and hypervolume of points (cost, accuracy): less cost is better, more accuracy is better."""
 
+import math
+
 Point = tuple[float, float]
 
 
 def on_frontier(points: list[Point]) -> list[bool]:
     """Whether no other point is at least as good in both and better in one. Equal points share their place."""
-
-    def dominates(a: Point, b: Point) -> bool:
-        return a != b and a[0] <= b[0] and a[1] >= b[1]
-
-    return [not any(dominates(other, point) for other in points) for point in points]
+    kept: set[Point] = set()
+    best = -math.inf
+    for point in sorted(set(points), key=lambda point: (point[0], -point[1])):  # at equal cost the best comes first
+        if point[1] > best:
+            kept.add(point)
+            best = point[1]
+    return [point in kept for point in points]
 
 
 def hypervolume(points: list[Point], reference: Point) -> float:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ AXES = {
 }
 FORMATS = {"mflops": ("MFLOPs", "{:.2f}"), "latency": ("ms an image", "{:.3f}")}  # columns that a table gets
 CHANCE = 0.1  # ten classes
+MOST_NAMES = 40  # points of the frontier that a figure has room to name; the tables name all
 LONGEST = 44  # letters that have room beside a point
 MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond the slowest run
 
@@ -81,16 +83,23 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     data, network, *_ = family
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
     axis.margins(x=0.12, y=0.08)
-    for one in configurations:
-        colour = "black" if one.is_dense else "C0"
-        (cost, cost_std), (accuracy, accuracy_std) = one.cost(x), one.accuracy()
-        axis.scatter(
-            [run.cost(x) for run in one.runs], [100 * run.accuracy for run in one.runs], 14, colour, alpha=0.35
-        )
-        bars = {"xerr": cost_std, "yerr": accuracy_std and 100 * accuracy_std}
-        marker = "s" if one.is_dense else "o"
+    for is_dense, colour, marker in ((False, "C0", "o"), (True, "black", "s")):
+        some = [one for one in configurations if one.is_dense is is_dense]
+        if not some:
+            continue
+        every = [(run.cost(x), 100 * run.accuracy) for one in some for run in one.runs]
+        axis.scatter(*zip(*every, strict=True), 14, colour, alpha=0.35)
+        costs, accuracies = [one.cost(x) for one in some], [one.accuracy() for one in some]
         axis.errorbar(
-            cost, 100 * accuracy, **bars, fmt=marker, color=colour, ecolor=(colour, 0.5), capsize=3, elinewidth=1
+            [mean for mean, _ in costs],
+            [100 * mean for mean, _ in accuracies],
+            xerr=[math.nan if std is None else std for _, std in costs],
+            yerr=[math.nan if std is None else 100 * std for _, std in accuracies],
+            fmt=marker,
+            color=colour,
+            ecolor=(colour, 0.5),
+            capsize=3,
+            elinewidth=1,
         )
     best = sorted(
         point for point, one in zip(points(configurations, x), configurations, strict=True) if one.on_frontier
@@ -98,7 +107,9 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
     axis.step([p[0] for p in best], [100 * p[1] for p in best], where="post", color="C1", zorder=1)
     quoted = QUOTED.get(data, []) if x == "counted" else []
     axis.plot([q.counted for q in quoted], [100 * q.accuracy for q in quoted], "D", color="grey", fillstyle="none")
-    words = [(one.cost(x)[0], one.accuracy()[0], one.label, "black") for one in configurations if one.on_frontier]
+    named = [one for one in configurations if one.on_frontier]
+    named = named[:: -(-len(named) // MOST_NAMES)] if named else []  # of a longer frontier every second, third, ...
+    words = [(one.cost(x)[0], one.accuracy()[0], one.label, "black") for one in named]
     words += [(q.counted, q.accuracy, q.name, "grey") for q in quoted]
     _annotate(axis, words)
     handles = [

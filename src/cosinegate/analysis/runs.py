@@ -4,6 +4,7 @@ Costs in units of the dense network compare runs of one network; absolute ones c
 """
 
 import functools
+import math
 import re
 import statistics
 from collections import Counter
@@ -139,7 +140,10 @@ class Configuration:
     def over_seeds(self, figure: Callable[[Run], float]) -> tuple[float, float | None]:
         """Mean and, of two or more, standard deviation."""
         values = [figure(run) for run in self.runs]
-        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+        mean = statistics.fmean(values)
+        if len(values) == 1:
+            return mean, None
+        return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
     def accuracy(self) -> tuple[float, float | None]:
         return self.over_seeds(lambda run: run.accuracy)

@@ -1,0 +1,73 @@
+"""Much of everything: ten thousand records, and a run of many epochs. `make test-slow`."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+from conftest import ROOT, config, process
+from omegaconf import OmegaConf
+
+from cosinegate.run import train
+
+pytestmark = pytest.mark.slow
+
+RECORD = json.loads((ROOT / "results" / "cifar10_20" / "predictive" / "record.json").read_text())
+
+
+def write_runs(root: Path, configurations: int, seeds: int) -> None:
+    """Runs that differ in two values and their seed, each with its own record and config."""
+    settings = config("+experiment=predictive_balanced", f"run_dir={root}")
+    text = OmegaConf.to_yaml(settings, resolve=True)
+    old = f"tau_target: {settings.objective.tau_target}", f"lambda_cons: {settings.objective.lambda_cons}", "seed: 0\n"
+    assert all(part in text for part in old)
+    for number in range(configurations):
+        tau, cons = 0.3 + 0.6 * number / configurations, 0.001 * (1 + number % 97)
+        share = (number * 7919 % configurations) / configurations
+        for seed in range(seeds):
+            folder = root / f"{number:05d}-s{seed}"
+            folder.mkdir(parents=True)
+            record = RECORD | {"identity": f"{number:010x}", "seed": seed, "mean_gate": share}
+            record |= {"accuracy": RECORD["accuracy"] | {"test": 0.5 + 0.4 * share**0.5 * (0.9 + 0.02 * seed)}}
+            record |= {"flops": RECORD["flops"] | {"counted": share}}
+            (folder / "record.json").write_text(json.dumps(record))
+            new = f"tau_target: {tau}", f"lambda_cons: {cons}", f"seed: {seed}\n"
+            changed = text
+            for before, after in zip(old, new, strict=True):
+                changed = changed.replace(before, after)
+            (folder / "config.yaml").write_text(changed)
+
+
+def test_ten_thousand_records_are_read_and_plotted_in_ten_seconds(tmp_path):
+    write_runs(tmp_path / "runs", configurations=2500, seeds=4)
+    begin = time.monotonic(), os.times()
+    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto")
+    seconds, now = time.monotonic() - begin[0], os.times()
+    used = now.children_user + now.children_system - begin[1].children_user - begin[1].children_system
+    assert done.returncode == 0, done.stderr
+    assert "2500 configurations, 10000 runs" in next((tmp_path / "pareto").glob("*.svg")).read_text()
+    (table,) = (tmp_path / "pareto").glob("*.csv")
+    assert len(table.read_text().splitlines()) == 10_001
+    print(f"{seconds:.1f} s, {used:.1f} s of one core")
+    assert used < 10
+
+
+class Resident(L.Callback):
+    """MiB that the process holds after every epoch."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, float] = {}
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.after[trainer.current_epoch + 1] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_a_run_holds_flat_memory_over_its_epochs(tmp_path, monkeypatch):
+    resident = Resident()
+    monkeypatch.setattr("cosinegate.run.EpochLine", lambda job: resident)
+    train(config("+experiment=digits", "threads=1", "trainer.max_epochs=20", f"runs_dir={tmp_path}"))
+    print({epoch: round(size) for epoch, size in resident.after.items()})
+    assert resident.after[20] - resident.after[5] < 8
