@@ -113,6 +113,9 @@ def _next_command(requests: socket.socket) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    encoding = os.environ.get("PYTHONIOENCODING")
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115 as Python opens them itself
+    sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
     return request["command"]
 
