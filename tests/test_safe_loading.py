@@ -129,7 +129,7 @@ def test_an_archive_is_read_by_name_and_unpacked_nowhere(tmp_path, monkeypatch, 
     claim = tarfile.TarInfo("header")
     claim.type, claim.size = tarfile.XHDTYPE, 2**40  # a header that says that it goes on for a terabyte
     with pytest.raises(SourceFailed, match="more than it should"):
-        members(io.BytesIO(claim.tobuf() + bytes(2**21)), ["package/a"], 2**20)
+        members(io.BytesIO(claim.tobuf(tarfile.GNU_FORMAT) + bytes(2**21)), ["package/a"], 2**20)
     assert [path.name for path in tmp_path.rglob("*")] == ["secret"]
     assert not (tmp_path.parent.parent / "evil").exists()
 

@@ -67,6 +67,8 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
     if config_name != "train" and any(word.startswith("+sweeps=") for word in sys.argv):
         end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
+    if config_name != "train" and {"-m", "--multirun"} & set(sys.argv):
+        end(UserError(f"-m: a multirun is for src/train.py, not for {Path(sys.argv[0]).name}; leave -m out"))
     if config_name in PLAIN and {"-h", "--help"} & set(sys.argv):
         print(explained(config_name))
         return
