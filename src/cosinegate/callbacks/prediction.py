@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from cosinegate.gates import PredictiveGate
 from cosinegate.lit import LitCosineGate
 
 
@@ -13,7 +14,7 @@ class PredictionStatistics(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         blocks = pl_module.network.blocks
-        self.places = [i for i, block in enumerate(blocks) if block.gate is not None and block.gate.decides_first]
+        self.places = [i for i, block in enumerate(blocks) if isinstance(block.gate, PredictiveGate)]
         self.sums = torch.zeros(5, len(self.places), dtype=torch.float64, device=pl_module.device)
 
     def on_train_batch_end(
