@@ -25,7 +25,16 @@ from cosinegate.files import write_atomically
 from cosinegate.orphans import end_with
 
 CONF = Path(__file__).parents[2] / "conf"
-PLAIN = ("benchmark", "calibrate", "dashboard", "evaluate", "export", "pareto", "report")  # commands without groups
+PLAIN = (
+    "benchmark",
+    "calibrate",
+    "dashboard",
+    "evaluate",
+    "export",
+    "pareto",
+    "report",
+    "table",
+)  # commands without groups
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 

@@ -63,7 +63,7 @@ class Memory(Eye):
         self.embed, self.cell = nn.Linear(channels, hidden), Cell(hidden, hidden)
 
     def begin(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        zero = images.new_zeros(len(images), self.cell.hidden)
+        zero = images.new_zeros(images.shape[0], self.cell.hidden)  # a length would be fixed by tracing
         return zero, zero
 
     def forward(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
