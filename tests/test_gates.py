@@ -37,7 +37,21 @@ SHORT = ["trainer.max_epochs=2", *(f"trainer.limit_{stage}_batches=1" for stage 
 SHORT += ["trainer.limit_train_batches=3", "+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0"]
 
 # train/loss after two epochs of three batches on the digits; a change that should not move it must not
-GOLDEN = {}
+GOLDEN = {
+    "aig": 2.235006,
+    "attention": 2.354327,
+    "cir_only": 2.350630,
+    "constant": 0.0,
+    "controller_only": 2.273135,
+    "cosine": 2.350626,
+    "drop": 2.202507,
+    "fixed": 2.077166,
+    "none": 2.061610,
+    "predictive": 2.339819,
+    "random": 2.245600,
+    "skipnet": 2.286252,
+    "skipnet_recurrent": 3.238463,
+}
 WHY_NOT = {  # no skipping runtime, and why
     "none": "a dense network has no gates",
     "cosine": "look at F(x) before they decide",
@@ -289,13 +303,17 @@ BAD = [
 ]
 
 
+def validated(*overrides: str):
+    of = config(*overrides)
+    validate(of)
+    return of
+
+
 @pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
 def test_a_gate_or_network_that_cannot_be_is_one_line(case):
     overrides, *fragments = case
     with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as caught:
-        of = config(*overrides)
-        validate(of)
-        build_module(of)
+        build_module(validated(*overrides))
     line = cli.one_line(caught.value)
     assert "\n" not in line
     for fragment in fragments:
@@ -305,5 +323,5 @@ def test_a_gate_or_network_that_cannot_be_is_one_line(case):
 def test_gates_without_a_threshold_have_no_budget_to_move():
     network = build_network(chosen("random")).eval()
     made = Trained(Path("x"), chosen("random"), network, folded(network, (8, 8)), data=None)
-    with pytest.raises(UserError, match="budget = 0.5: gates of kind random have no threshold"):
+    with pytest.raises(UserError, match="gates of kind random have no threshold"):
         made.check_budget(0.5)

@@ -138,7 +138,7 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             f"gates included, over those of {base}, and latency (batch 1, where `src/benchmark.py` has measured it) "
             "over the same. A block is dynamic that 5 to 95% of the images compute.",
             "",
-            "Quoted: the columns `paper:` are the paper's own figures for ResNet-20 on its schedule, not measured here.",
+            "Quoted, not measured: the columns `paper:` are the paper's own figures, of ResNet-20 on its schedule.",
         ]
         lines += [f"Quoted without a row here: {_words(apart)}." for _ in apart[:1]]
         lines += [""]
