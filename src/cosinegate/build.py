@@ -38,7 +38,8 @@ def blocks_per_stage(config: DictConfig) -> list[int]:
 
 def gated_blocks(config: DictConfig) -> Tensor:
     """(N,) bool: which blocks have a gate."""
-    return torch.tensor([config.gate.first_blocks or not is_first for is_first in first_of_stage(config)])
+    has_gate = [config.gate.first_blocks or not is_first for is_first in first_of_stage(config)]
+    return torch.tensor(has_gate, device="cpu")  # a network may be built on no device at all
 
 
 def gate_maker(config: DictConfig) -> GateMaker:

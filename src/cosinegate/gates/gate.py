@@ -1,5 +1,6 @@
 """The slot's contract. Every gate answers the same question: how open, for each sample?"""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -95,4 +96,4 @@ def decided(gate: Tensor, logit: Tensor) -> Decision:
 def start_open(layer: nn.Linear, share: float | None) -> None:
     """Sets the bias of a gate's last layer so that it begins about this open; None leaves it as it was drawn."""
     if share is not None:
-        nn.init.constant_(layer.bias, torch.logit(torch.tensor(share)).item())
+        nn.init.constant_(layer.bias, math.log(share / (1 - share)))
