@@ -10,7 +10,7 @@ X ?= counted
 ARGS ?=
 KILLS ?= 50
 
-.PHONY: run-is-missing help setup quickstart train data pareto report dashboard export calibrate bench-deploy test browser test-slow test-data soak bench clean
+.PHONY: run-is-missing help setup quickstart train data pareto table report dashboard export calibrate bench-deploy test browser test-slow test-data soak bench clean
 
 comma := ,
 space := $(subst ,, )
@@ -44,6 +44,9 @@ else
 	@$(BIN)/python src/train.py -m +sweeps=$(SWEEP) $(ARGS); trained=$$?; [ $$trained -le 1 ] || exit $$trained; \
 	$(BIN)/python src/pareto.py sweep=$(SWEEP) x=$(X) $(filter runs_dir=%,$(ARGS)) && exit $$trained
 endif
+
+table: setup ## every gate beside the others, of the runs of SWEEP=peers (or RUNS='runs ...'), into results/peers.md
+	$(BIN)/python src/table.py $(if $(SWEEP),sweep=$(SWEEP),$(if $(filter-out runs,$(RUNS)),sweep=null 'runs=[$(subst $(space),$(comma),$(strip $(RUNS)))]')) $(ARGS)
 
 report: setup ## one HTML file about a run: make report RUN=runs/mnist/<run>, or RUNS='...' or SWEEP=quick
 	$(BIN)/python src/report.py $(if $(SWEEP),sweep=$(SWEEP),'runs=[$(subst $(space),$(comma),$(strip $(or $(RUN),$(RUNS))))]') $(ARGS)

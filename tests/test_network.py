@@ -151,3 +151,15 @@ def test_layouts_give_the_same_output():
     last = network.to(memory_format=torch.channels_last)(x).logits
     plain = network.to(memory_format=torch.contiguous_format)(x.contiguous()).logits
     torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("network", "millions"),
+    [("resnet20", 0.27), ("resnet32", 0.46), ("resnet56", 0.85), ("resnet110", 1.7), ("wide_resnet20", 1.07)],
+)
+@pytest.mark.parametrize("gate", ["none", "cosine"])
+def test_networks_of_conf_compose_with_the_published_size(network, millions, gate):
+    with torch.device("meta"):
+        made = build_network(config(f"network={network}", f"gate={gate}"))
+    parameters = sum(p.numel() for name, p in made.named_parameters() if ".gate." not in name)
+    assert parameters / 1e6 == pytest.approx(millions, abs=0.05 if network == "resnet110" else 0.01)

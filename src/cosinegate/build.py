@@ -1,79 +1,72 @@
 """From a config to the objects it names."""
 
 import json
+from collections.abc import Callable
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 
-from cosinegate.calibration import Budget, Quantile
-from cosinegate.choices import Calibration, Credit, GateKind, Sharing, Signal, Weighting
+from cosinegate.calibration import Budget
+from cosinegate.choices import Calibration, Credit, GateKind, Look, Sharing, Target, Weighting
 from cosinegate.config import blocks_per_stage, primitives
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops
 from cosinegate.errors import UserError
-from cosinegate.gates import LEAK, STATISTICS, Controller, CosineGate, PredictiveGate, Predictor
+from cosinegate.gates import Gate
+from cosinegate.gates.make import GateMaker, is_predicted
 from cosinegate.lit import LitCosineGate
-from cosinegate.networks import ResNet
+from cosinegate.networks import GatedNetwork, ResNet
 from cosinegate.objective import Objective
-from cosinegate.relaxation import Relaxation
 from cosinegate.secret import masked
 
 
-class GateMaker:
-    """Makes the gate of every block; what all gates of a network share is made once."""
+def first_of_stage(config: DictConfig) -> list[bool]:
+    """(N,): of every block of the network, whether it is the first of its stage."""
+    if config.network.torchvision is not None:
+        import torchvision  # what few networks need
 
-    def __init__(self, config: DictConfig) -> None:
-        self.config = config.gate
-        self.relaxation = Relaxation(
-            self.config.relaxation.temperature, self.config.relaxation.hard, self.config.threshold
-        )
-        self.budget = _budget(config) if self.config.calibration is Calibration.quantile else None
-        self.made = 0
+        from cosinegate.networks.torchvision import residual_blocks
 
-    def __call__(self, channels: int, is_first: bool) -> CosineGate | None:
-        """Of a block whose input has `channels` channels; `is_first` of its stage.
-
-        It draws its weights aside, so that the network around it begins as it would with other gates, or with none.
-        """
-        if self.config.kind is GateKind.none or (is_first and not self.config.first_blocks):
-            return None
-        with torch.random.fork_rng(devices=[]):
-            return self._make(channels)
-
-    def _make(self, channels: int) -> CosineGate:
-        config = self.config
-        predicted = config.signal is Signal.predicted
-        features = STATISTICS * channels if predicted else channels
-        hidden = max(2, channels // config.controller.reduction)
-        leak = LEAK if predicted else 0.0
-        controller = Controller(features, hidden, leak, bias=predicted) if config.controller.enabled else None
-        gamma = config.gamma
-        arguments = (self._opening(), config.measure, gamma.init, config.polarity, gamma.learnable, controller)
-        if not predicted:
-            return CosineGate(*arguments)
-        return PredictiveGate(Predictor(features, config.predictor.hidden), *arguments)
-
-    def _opening(self) -> nn.Module:
-        if self.budget is None:
-            return self.relaxation
-        self.made += 1
-        return Quantile(self.budget, self.made - 1, self.config.quantile.temperature)
+        with torch.device("meta"):
+            model = torchvision.models.get_model(config.network.torchvision, weights=None)
+        return [is_first for _, is_first in residual_blocks(model)]
+    return [index == 0 for number in blocks_per_stage(config.network) for index in range(number)]
 
 
-def build_network(config: DictConfig, make_gate: GateMaker | None = None) -> ResNet:
-    image_set = IMAGE_SETS[config.data.name.name]
+def gated_blocks(config: DictConfig) -> Tensor:
+    """(N,) bool: which blocks have a gate."""
+    has_gate = [config.gate.first_blocks or not is_first for is_first in first_of_stage(config)]
+    return torch.tensor(has_gate, device="cpu")  # a network may be built on no device at all
+
+
+def gate_maker(config: DictConfig) -> GateMaker:
+    gated, kind = gated_blocks(config), config.gate.kind
+    if kind is not GateKind.none and not gated.any():
+        raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
+    calibrated = kind is not GateKind.none and config.gate.calibration is Calibration.quantile
+    return GateMaker(config.gate, int(gated.sum()), _budget(config, gated) if calibrated else None)
+
+
+def build_network(config: DictConfig, make_gate: Callable[[int, bool], Gate | None] | None = None) -> GatedNetwork:
+    image_set, network = IMAGE_SETS[config.data.name.name], config.network
+    make_gate = make_gate or gate_maker(config)
+    consistency = config.objective.lambda_cons > 0, config.objective.consistency.detach_target
+    in_channels, num_classes = image_set.shape[2], len(image_set.classes)
+    if network.torchvision is not None:
+        from cosinegate.networks.torchvision import torchvision_resnet
+
+        return torchvision_resnet(network.torchvision, in_channels, num_classes, make_gate, *consistency)
     return ResNet(
-        blocks_per_stage=blocks_per_stage(config.network),
-        width=config.network.width,
-        in_channels=image_set.shape[2],
-        num_classes=len(image_set.classes),
-        shortcut=config.network.shortcut,
-        post_activation=config.network.post_activation,
-        make_gate=make_gate or GateMaker(config),
-        look=config.gate.predictor.look,
-        consistency=config.objective.lambda_cons > 0,
-        detach_target=config.objective.consistency.detach_target,
+        blocks_per_stage(network),
+        network.width,
+        in_channels,
+        num_classes,
+        network.shortcut,
+        network.post_activation,
+        make_gate,
+        config.gate.predictor.look if is_predicted(config.gate) else Look.block,
+        *consistency,
     )
 
 
@@ -83,16 +76,29 @@ def build_module(config: DictConfig) -> LitCosineGate:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         network = build_network(config)
-    objective = Objective(
-        config.objective.lambda_flops,
-        config.objective.lambda_cons,
-        config.objective.tau_target,
-        _block_weights(config) if config.objective.weighting is Weighting.flops else None,
-        config.objective.sided,
-        config.objective.lambda_predict,
-    )
     kept = json.loads(masked(json.dumps(primitives(config))))  # checkpoints hold it, and loggers send it
-    return LitCosineGate(network, objective, config.optimizer, len(image_set.classes), kept)
+    return LitCosineGate(network, build_objective(config), config.optimizer, len(image_set.classes), kept)
+
+
+def build_objective(config: DictConfig) -> Objective:
+    chosen, gated = config.objective, gated_blocks(config)
+    targets = None if chosen.targets is None else list(chosen.targets)
+    if targets is not None and (chosen.target is not Target.block or len(targets) != gated.sum()):
+        needed = f"must be {int(gated.sum())} shares, one for each gated block, with objective.target=block"
+        raise UserError(f"objective.targets = {targets}: {needed}")
+    return Objective(
+        chosen.lambda_flops,
+        chosen.lambda_cons,
+        chosen.tau_target,
+        _block_weights(config) if chosen.weighting is Weighting.flops else None,
+        chosen.sided,
+        chosen.lambda_predict,
+        chosen.target,
+        targets,
+        gated,
+        chosen.bounds,
+        (chosen.reinforce.weight, chosen.reinforce.alpha),
+    )
 
 
 def _block_weights(config: DictConfig) -> Tensor:
@@ -102,19 +108,16 @@ def _block_weights(config: DictConfig) -> Tensor:
     return block_flops(network, IMAGE_SETS[config.data.name.name].shape)
 
 
-def _budget(config: DictConfig) -> Budget:
-    numbers, quantile = blocks_per_stage(config.network), config.gate.quantile
-    gated = torch.tensor([i > 0 or config.gate.first_blocks for number in numbers for i in range(number)])
+def _budget(config: DictConfig, gated: Tensor) -> Budget:
+    quantile = config.gate.quantile
     costs = _block_weights(config) if config.objective.weighting is Weighting.flops else torch.ones(len(gated))
     costs = costs / costs.sum()
-    if quantile.credit is not Credit.slope and config.gate.signal is not Signal.predicted:
+    if quantile.credit is not Credit.slope and not is_predicted(config.gate):
         raise UserError(
             f"gate.quantile.credit = {quantile.credit.name}: needs gate.signal=predicted; "
             "else gate.quantile.credit=slope"
         )
     tau, free = config.objective.tau_target, costs[~gated].sum().item()
-    if not gated.any():
-        raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
     worth = None if quantile.worth is None else list(quantile.worth)
     if worth is not None and (quantile.sharing is not Sharing.network or len(worth) != gated.sum()):
         needed = f"must be {int(gated.sum())} numbers, one for each gated block, with gate.quantile.sharing=network"

@@ -182,7 +182,7 @@ def calibrate(network: ResNet, shares: list[float], images: Tensor) -> list[floa
     was_training = network.training
     network.eval()
     maps, wanted, reached = [network.stem(part) for part in images.split(CHUNK)], iter(shares), []
-    seen: list[Tensor | None] = [None] * len(maps)
+    seen = [network.begin(part) for part in images.split(CHUNK)]
     for block in network.blocks:
         seen = [block.look(x, before) for x, before in zip(maps, seen, strict=True)]
         if block.gate is not None:

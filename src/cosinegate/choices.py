@@ -18,8 +18,19 @@ class Validation(Enum):
 
 
 class GateKind(Enum):
-    cosine = "cosine"
+    """Who decides."""
+
+    cosine = "cosine"  # the paper's equation, by exact or by predicted CIR
     none = "none"  # the dense baseline
+    skipnet = "skipnet"  # SkipNet's feed-forward gate
+    skipnet_recurrent = "skipnet_recurrent"
+    aig = "aig"  # ConvNet-AIG's
+    attention = "attention"  # channel attention
+    controller = "controller"  # the paper's equation without CIR
+    random = "random"
+    constant = "constant"  # one learned constant a block
+    fixed = "fixed"  # a given pattern
+    drop = "drop"  # stochastic depth, in training only
 
 
 class Signal(Enum):
@@ -71,6 +82,13 @@ class Sided(Enum):
 
     one = "one"  # the paper's: only a mean gate above the target costs
     two = "two"
+
+
+class Target(Enum):
+    """Whose mean the target is of."""
+
+    network = "network"  # of all blocks together, as the paper has it
+    block = "block"  # of every block that has a gate
 
 
 class Polarity(Enum):

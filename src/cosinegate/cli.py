@@ -28,7 +28,16 @@ from cosinegate.orphans import end_with
 from cosinegate.stop import Stopped
 
 CONF = Path(__file__).parents[2] / "conf"
-PLAIN = ("benchmark", "calibrate", "dashboard", "evaluate", "export", "pareto", "report")  # commands without groups
+PLAIN = (
+    "benchmark",
+    "calibrate",
+    "dashboard",
+    "evaluate",
+    "export",
+    "pareto",
+    "report",
+    "table",
+)  # commands without groups
 EXIT_MISTAKE = 2
 # what lightning and OpenMP read as numbers, some of them while they are imported
 RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "JSM_NAMESPACE_RANK")

@@ -67,6 +67,14 @@ class ParetoConfig:
 
 
 @dataclass
+class TableConfig:
+    sweep: str | None = None
+    runs: Any = MISSING  # a folder or a list of them
+    runs_dir: str = MISSING
+    path: str | None = None
+
+
+@dataclass
 class ReportConfig:
     runs: Any = None  # a folder or a list of them
     sweep: str | None = None
@@ -129,6 +137,7 @@ ConfigStore.instance().store(name="search_schema", node=SearchConfig)
 ConfigStore.instance().store(name="report_schema", node=ReportConfig)
 ConfigStore.instance().store(name="dashboard_schema", node=DashboardConfig)
 ConfigStore.instance().store(name="pareto_schema", node=ParetoConfig)
+ConfigStore.instance().store(name="table_schema", node=TableConfig)
 ConfigStore.instance().store(name="export_schema", node=ExportConfig)
 ConfigStore.instance().store(name="calibrate_schema", node=CalibrateConfig)
 ConfigStore.instance().store(name="benchmark_schema", node=BenchmarkConfig)

@@ -45,6 +45,7 @@ def is_devices(value: Any) -> bool:
     return isinstance(value, str) or (whole and abs(value) <= 256)
 
 
+TORCHVISION = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: list[Rule] = [
     ("name", is_plain_name, "a plain folder name"),
@@ -68,6 +69,11 @@ RULES: list[Rule] = [
         lambda v: v is None or (len(v) == 3 and min(v) >= 1 and sum(v) <= DEEPEST // 2),
         f"null or three numbers of blocks, each at least 1, together at most {DEEPEST // 2}",
     ),
+    (
+        "network.torchvision",
+        lambda v: v is None or v in TORCHVISION,
+        f"null or one of {', '.join(TORCHVISION)}",
+    ),
     ("network.width", lambda v: 1 <= v <= WIDEST, f"at least 1 and at most {WIDEST}"),
     ("gate.threshold", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     ("gate.predictor.hidden", lambda v: 1 <= v <= 1024, "at least 1 and at most 1024"),
@@ -75,6 +81,10 @@ RULES: list[Rule] = [
     ("gate.quantile.low", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("gate.quantile.high", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     ("gate.quantile.temperature", lambda v: v > 0, "above 0"),
+    ("gate.start", lambda v: v is None or 0 < v < 1, "null or between 0 and 1, both excluded"),
+    ("gate.hidden", lambda v: v >= 1, "at least 1"),
+    ("gate.rate", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("gate.pattern", lambda v: v is None or set(v) <= {0, 1}, "null or a list of 0 and 1"),
     ("gate.controller.reduction", lambda v: v >= 1, "at least 1"),
     ("gate.relaxation.temperature", lambda v: v > 0, "above 0"),
     ("gate.relaxation.temperature_end", lambda v: v > 0, "above 0"),
@@ -82,6 +92,11 @@ RULES: list[Rule] = [
     ("objective.lambda_flops", lambda v: v >= 0, "at least 0"),
     ("objective.lambda_cons", lambda v: v >= 0, "at least 0"),
     ("objective.tau_target", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("objective.targets", lambda v: v is None or all(0 <= t <= 1 for t in v), "null or shares from 0 to 1"),
+    ("objective.bounds", lambda v: 0 <= v <= 1, "a share of the run, from 0 to 1"),
+    ("objective.reinforce.weight", lambda v: v >= 0, "at least 0"),
+    ("objective.reinforce.alpha", lambda v: v >= 0, "at least 0"),
+    ("objective.reinforce.start_epoch", lambda v: v >= 0, "at least 0"),
     ("objective.lambda_predict", lambda v: v >= 0, "at least 0"),
     ("objective.start_epoch", lambda v: v >= 0, "at least 0"),
     ("objective.warmup_epochs", lambda v: v >= 0, "at least 0"),

@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+
 from cosinegate.config import is_number, is_plain_name
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
@@ -137,7 +139,7 @@ def accuracies(rows: dict[int, Row], at_budget: bool = False) -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """What made the run: package versions, the commit and the command line."""
+    """What made the run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
     commit = subprocess.run(
         ["git", "rev-parse", "--verify", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
@@ -149,4 +151,5 @@ def provenance() -> dict[str, Any]:
         "git_commit": commit.stdout.strip() or None,
         "git_changed": bool(changed.stdout.strip()) if commit.returncode == 0 else None,
         "command": " ".join(sys.argv),
+        "overrides": list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None,
     }

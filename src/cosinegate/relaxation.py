@@ -57,12 +57,13 @@ def anneal(annealing: Annealing, start: float, end: float, progress: float) -> f
 class Relaxation(nn.Module):
     """One for all gates of a network. Callbacks move what training looks at; evaluation never looks at it."""
 
-    def __init__(self, temperature: float, hard: bool, threshold: float) -> None:
+    def __init__(self, temperature: float, hard: bool, threshold: float, noisy: bool = True) -> None:
         super().__init__()
         self.temperature = temperature
         self.hard = hard
         self.threshold = threshold
-        self.noisy = True
+        self.noisy = noisy
+        self.sampled = False  # 0 or 1 by chance and without a gradient: for gates that learn by reward
         self.share: Share | None = None
 
     @property
@@ -74,6 +75,8 @@ class Relaxation(nn.Module):
         turn = logit.new_tensor(self.turn)
         if not self.training:
             return Opened(threshold_gate(logit, self.threshold), turn)
+        if self.sampled:
+            return Opened((logit.detach() + gumbel_difference(logit, self.share) > 0).to(logit.dtype), turn)
         noise = gumbel_difference(logit, self.share) if self.noisy else 0.0
         return Opened(relax(logit, noise, self.temperature, self.hard), turn)
 

@@ -218,6 +218,8 @@ def _facts(config: DictConfig) -> dict[str, Any]:
 
 def network_name(network: NetworkConfig) -> str:
     """What a table calls the network."""
+    if network.torchvision is not None:
+        return f"torchvision-{network.torchvision}"
     size = network.depth if network.blocks is None else "-".join(map(str, network.blocks))
     return f"resnet{size}-w{network.width}"
 

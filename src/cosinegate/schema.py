@@ -22,6 +22,7 @@ from cosinegate.choices import (
     Shortcut,
     Sided,
     Signal,
+    Target,
     Validation,
     Weighting,
 )
@@ -50,6 +51,7 @@ class NetworkConfig:
     width: int = MISSING  # channels of the first stage
     shortcut: Shortcut = MISSING
     post_activation: bool = MISSING
+    torchvision: str | None = None  # resnet18, resnet50, ...: torchvision's, and no other key of these is looked at
 
 
 @dataclass
@@ -105,6 +107,19 @@ class GateConfig:
     gamma: GammaConfig = MISSING
     controller: ControllerConfig = MISSING
     relaxation: RelaxationConfig = MISSING
+    start: float | None = None  # how open a gate with a bias begins; null: as its layers are drawn
+    hidden: int = 16  # units of a gate's own layer
+    rate: float = 0.7  # of random gates; what the last block of stochastic depth keeps
+    pattern: list[int] | None = None  # of fixed gates: 1 open, 0 closed, one for each gated block
+
+
+@dataclass
+class ReinforceConfig:
+    """SkipNet's second stage: gates are sampled and learn by reward."""
+
+    weight: float = 0.0  # of the reward's loss; 0: there is no such stage
+    alpha: float = 0.1  # what skipping all blocks is worth, in units of cross-entropy
+    start_epoch: float = 0.0
 
 
 @dataclass
@@ -119,6 +134,10 @@ class ObjectiveConfig:
     tau_target: float = MISSING
     weighting: Weighting = MISSING
     sided: Sided = Sided.one
+    target: Target = Target.network
+    targets: list[float] | None = None  # of each gated block, with target: block; null: tau_target for all
+    bounds: float = 0.0  # share of the run in which every block is kept near tau_target; 0: none is
+    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     lambda_predict: float = 1.0  # of the predicted measure's squared error
     start_epoch: float = 0.0  # prog(t) is 0 until then
     warmup_epochs: float = MISSING  # T_warmup

@@ -6,6 +6,7 @@ import lightning.pytorch as L
 import torch
 
 from cosinegate.callbacks.epoch_sums import EpochSums
+from cosinegate.gates import PredictiveGate
 from cosinegate.lit import LitCosineGate
 
 
@@ -17,7 +18,7 @@ class PredictionStatistics(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: LitCosineGate, stage: str) -> None:
         blocks = pl_module.network.blocks
-        self.places = [i for i, block in enumerate(blocks) if block.gate is not None and block.gate.decides_first]
+        self.places = [i for i, block in enumerate(blocks) if isinstance(block.gate, PredictiveGate)]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: dict[str, Any], batch: Any, batch_idx: int

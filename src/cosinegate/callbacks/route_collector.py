@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cosinegate.analysis.routes import Routes
+from cosinegate.gates import CosineGate
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output
 
@@ -38,7 +39,10 @@ class RouteCollector(L.Callback):
             return
         computed, cir, logits = routing
         gates = [block.gate for block in pl_module.network.blocks]
+        if not any(isinstance(gate, CosineGate) for gate in gates):  # a gate of another paper looks at no CIR
+            self.routes = Routes(index, label, predicted, computed, None, None)
+            return
         gamma = np.array([gate.gamma.item() if gate else np.nan for gate in gates])
-        turn = np.array([gate.opening.turn if gate else np.nan for gate in gates])
+        turn = np.array([gate.turn if gate else np.nan for gate in gates])
         offset = (logits / gamma - cir).mean(0)  # c(x) of ℓ = γ·(CIR + c(x))
         self.routes = Routes(index, label, predicted, computed, cir, turn / gamma - offset)

@@ -14,7 +14,8 @@ from cosinegate.schema import ObjectiveConfig, RelaxationConfig
 
 
 class Warmup(L.Callback):
-    """Sets prog(t) (Eq. 19) of the objective, and of the budget where gates are calibrated.
+    """Sets prog(t) (Eq. 19) of the objective, and of the budget where gates are calibrated; begins the stage in which
+    gates learn by reward.
 
     t counts epochs; `per_step` counts fractions of one too.
     """
@@ -26,20 +27,24 @@ class Warmup(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         if trainer.fit_loop.restarted_mid_epoch:
             part = trainer.fit_loop.batch_idx / trainer.num_training_batches if self.config.per_step else 0
-            self._set(pl_module, trainer.current_epoch + part)
+            self._set(trainer, pl_module, trainer.current_epoch + part)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self._set(pl_module, trainer.current_epoch)
+        self._set(trainer, pl_module, trainer.current_epoch)
         self.lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if self.config.per_step:
-            self._set(pl_module, trainer.current_epoch + batch_idx / trainer.num_training_batches)
+            self._set(trainer, pl_module, trainer.current_epoch + batch_idx / trainer.num_training_batches)
 
-    def _set(self, pl_module: LitCosineGate, t: float) -> None:
+    def _set(self, trainer: L.Trainer, pl_module: LitCosineGate, t: float) -> None:
+        pl_module.objective.done = t / trainer.max_epochs
         pl_module.objective.prog = prog(t, self.config.warmup_epochs, self.config.start_epoch)
         for budget in _parts(pl_module, Budget):
             budget.prog = pl_module.objective.prog
+        by_reward = self.config.reinforce.weight > 0 and trainer.current_epoch >= self.config.reinforce.start_epoch
+        for part in (pl_module.objective, *_parts(pl_module, Relaxation)):
+            part.sampled = by_reward
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)

@@ -24,7 +24,7 @@ from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.kernels import kernel_times
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import settled
 from cosinegate.deploy.trained import Trained, chosen_path, is_the_records, load_trained, run_folder_of
@@ -86,6 +86,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         raise UserError(f"batches = {list(asked.batches)}: must be numbers of images, each at least 1")
     torch.set_num_threads(asked.threads)
     trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
+    require_exportable(trained.folded, trained.path)
     folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "benchmark"
     held_out = trained.held_out()
     if asked.budget is not None:

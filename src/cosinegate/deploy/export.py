@@ -16,7 +16,7 @@ from cosinegate import console
 from cosinegate.commands import ExportConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import routed_otherwise, settled, specialise
 from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
@@ -40,6 +40,7 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "export"
     if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not is_export(folder))):
         raise UserError(f"folder = {folder}: is there and is no export; choose another")
+    require_exportable(trained.folded, trained.path)
     held_out = trained.held_out()
     if asked.budget is not None:
         trained.calibrate(asked.budget, held_out)

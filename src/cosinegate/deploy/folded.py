@@ -1,4 +1,4 @@
-"""A trained network as it is deployed: BatchNorm folded into the convolutions, each gate one small MLP and a threshold.
+"""A trained network as it is deployed: BatchNorm folded into the convolutions, each gate an eye and a head.
 
 `folded` makes it from a trained network. Every form that is run or exported starts from it.
 """
@@ -8,26 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from cosinegate import geometry
+from cosinegate.deploy.heads import Eye, Head, deployed
 from cosinegate.errors import UserError
-from cosinegate.gates import LEAK, PredictiveGate
-from cosinegate.networks import ResidualBlock, ResNet
+from cosinegate.gates import Seen
+from cosinegate.networks import GatedNetwork, ResidualBlock
 from cosinegate.networks.block import PadShortcut
-
-
-class GateHead(nn.Module):
-    """Open where w2·ReLU(W1·statistics(x) + b1) > turn, with a leaky ReLU: predictor and controller side by side, γ and
-    the statistics' mean and deviation multiplied in.
-    """
-
-    def __init__(self, features: int, hidden: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(features, hidden)
-        self.w2 = nn.Linear(hidden, 1)
-        self.register_buffer("turn", torch.zeros(()))
-
-    def forward(self, seen: Tensor) -> Tensor:
-        """(B, 1) bool of the statistics (B, 3C)."""
-        return self.w2(nn.functional.leaky_relu(self.w1(seen), LEAK)) > self.turn
 
 
 class FoldedBlock(nn.Module):
@@ -37,9 +22,13 @@ class FoldedBlock(nn.Module):
         super().__init__()
         self.conv1, self.conv2, self.shortcut = conv1, conv2, shortcut
         self.post_activation = post_activation
-        self.head: GateHead | None = None
-        self.looks = False  # whether the statistics of its input are what its head, and later ones, are shown
+        self.eye: Eye | None = None  # what it sees of its input is what its head, and later ones, are shown
+        self.head: Head | None = None
         self.removed = False  # F is gone: every sample takes the identity path
+
+    @property
+    def looks(self) -> bool:
+        return self.eye is not None
 
     def identity(self, x: Tensor) -> Tensor:
         """What a closed gate gives. After a ReLU an identity path is what it is."""
@@ -72,13 +61,18 @@ class FoldedNetwork(nn.Module):
         if images.dtype != self.stem.weight.dtype:
             raise UserError(f"images are {images.dtype}: must be normalised {self.stem.weight.dtype}")
 
+    def begin(self, images: Tensor) -> Seen:
+        """What the first eye knows before it looks."""
+        eye = next((block.eye for block in self.blocks if block.eye is not None), None)
+        return None if eye is None else eye.begin(images)
+
     def forward(self, images: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             self.check(images)
-        x, seen = torch.relu(self.stem(images)), None
+        x, seen = torch.relu(self.stem(images)), self.begin(images)
         for block in self.blocks:
-            if block.looks:
-                seen = geometry.pooled_statistics(x)
+            if block.eye is not None:
+                seen = block.eye(x, seen)
             if block.removed:
                 x = block.identity(x)
             elif block.head is None:
@@ -88,25 +82,25 @@ class FoldedNetwork(nn.Module):
         return self.head(geometry.global_average_pool(x))
 
 
-def folded(network: ResNet, size: tuple[int, int] | None = None) -> FoldedNetwork:
+def folded(network: GatedNetwork, size: tuple[int, int] | None = None) -> FoldedNetwork:
     """The deployable form of a network that was trained on images of a size (H, W).
 
-    One whose gates need F(x) first cannot skip anything.
+    One whose gates need F(x) first cannot skip anything. A gate that is the same for every image is no gate any more.
     """
     network = network.eval()
+    if len(network.stem) != 3 or any(len(block.residual) != 5 for block in network.blocks):
+        raise UserError("only the ResNets of network.depth are deployed, not torchvision's")
     blocks = []
     for block in network.blocks:
         conv1, bn1, _, conv2, bn2 = block.residual
         plain = FoldedBlock(
             fuse_conv_bn_eval(conv1, bn1), fuse_conv_bn_eval(conv2, bn2), _shortcut(block), _activates(block)
         )
-        if block.gate is not None:
-            if not block.gate.decides_first:
-                raise UserError(
-                    "its gates look at F(x) before they decide, so nothing can be skipped; "
-                    "train with gate=predictive (gate.signal=predicted)"
-                )
-            plain.head, plain.looks = _head(block.gate), block.looks
+        if block.gate is not None and block.gate.constant is not None:
+            plain.removed = not block.gate.constant
+        elif block.gate is not None:
+            eye, plain.head = deployed(block.gate)
+            plain.eye = eye if block.looks else None
         blocks.append(plain)
     conv, bn, _ = network.stem
     made = FoldedNetwork(fuse_conv_bn_eval(conv, bn), blocks, network.head, size)
@@ -127,17 +121,3 @@ def _shortcut(block: ResidualBlock) -> nn.Module:
     if isinstance(block.shortcut, nn.Identity | PadShortcut):
         return block.shortcut
     return fuse_conv_bn_eval(*block.shortcut)
-
-
-@torch.no_grad()
-def _head(gate: PredictiveGate) -> GateHead:
-    parts = [gate.predictor] if gate.controller is None else [gate.predictor, gate.controller]
-    hidden = sum(part.w1.out_features for part in parts)
-    head = GateHead(gate.predictor.w1.in_features, hidden)
-    mean, deviation = gate.standardise.mean, gate.standardise.deviation
-    head.w1.weight.copy_(torch.cat([part.w1.weight for part in parts]) / deviation)
-    head.w1.bias.copy_(torch.cat([part.w1.bias for part in parts]) - head.w1.weight @ mean)
-    head.w2.weight.copy_(gate.gamma * torch.cat([part.w2.weight for part in parts], dim=1))
-    head.w2.bias.copy_(gate.gamma * sum(part.w2.bias for part in parts))
-    head.turn.fill_(gate.opening.turn)
-    return head

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
+from cosinegate.deploy.heads import Mean, Statistics
+from cosinegate.errors import UserError
 from cosinegate.files import replacing
 from cosinegate.networks.block import PadShortcut
 
@@ -34,11 +36,11 @@ class OnnxForm(nn.Module):
                 block.shortcut = as_convolution(block.shortcut, block.conv1.in_channels)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x, seen = torch.relu(self.network.stem(images)), None
+        x, seen = torch.relu(self.network.stem(images)), self.network.begin(images)
         gates = []
         for block in self.network.blocks:
-            if block.looks:
-                seen = _statistics(x)
+            if block.eye is not None:
+                seen = REDUCTIONS[type(block.eye)](x) if type(block.eye) in REDUCTIONS else block.eye(x, seen)
             if block.removed:
                 x = block.identity(x)
             elif block.head is None:
@@ -77,6 +79,16 @@ def _statistics(x: Tensor) -> Tensor:
     mean = x.mean((2, 3))
     std = ((x * x).mean((2, 3)) - mean * mean).relu().sqrt()
     return torch.cat((mean, std, x.amax((2, 3))), dim=1)
+
+
+REDUCTIONS = {Statistics: _statistics, Mean: lambda x: x.mean((2, 3))}
+
+
+def require_exportable(network: FoldedNetwork, path: Path) -> None:
+    """Ends with one line where a gate decides by something that ONNX has no operators for."""
+    if any(block.eye is not None and not block.eye.exports for block in network.blocks):
+        words = "its gates hash an image's bits, for which ONNX has no operators: it cannot be exported"
+        raise UserError(f"{path}: {words}; the skipping runtime runs it")
 
 
 def write_onnx(form: OnnxForm, path: Path, shape: tuple[int, int, int], one_image: bool) -> None:

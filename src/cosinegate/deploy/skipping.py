@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
+from cosinegate.gates import Seen
 
 MICRO_BATCH = 32
 FUSES = torch.backends.mkldnn.is_available()  # elsewhere the same calls are made one after the other
@@ -57,7 +58,7 @@ class RuntimeBlock:
         self.conv1, self.conv2 = FusedConv(block.conv1), FusedConv(block.conv2)
         self.is_identity = isinstance(block.shortcut, nn.Identity)
 
-    def __call__(self, x: Tensor, seen: Tensor | None, gates: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, seen: Seen, gates: Tensor) -> Tensor:
         """Takes x away: its memory may hold the result. Writes what was decided into `gates`."""
         block = self.block
         if block.removed:
@@ -118,9 +119,9 @@ class SkippingNetwork:
 
     @torch.inference_mode()
     def _run(self, images: Tensor, gates: Tensor) -> Tensor:
-        x, seen = self.stem(images.contiguous(memory_format=torch.channels_last)), None
+        x, seen = self.stem(images.contiguous(memory_format=torch.channels_last)), self.network.begin(images)
         for place, block in enumerate(self.blocks):
-            if block.block.looks:
-                seen = geometry.pooled_statistics(x)
+            if block.block.eye is not None:
+                seen = block.block.eye(x, seen)
             x = block(x, seen, gates[:, place])
         return self.network.head(geometry.global_average_pool(x))

@@ -46,12 +46,14 @@ def _without_constant_gates(
 
 
 def _stop_looking(network: FoldedNetwork) -> None:
-    """Where no head is left to be shown the statistics, none are taken."""
+    """Where no head is left to be shown what an eye sees, it is closed."""
     wanted = False
     for block in reversed(network.blocks):
         wanted = wanted or block.head is not None
-        if block.looks:
-            block.looks, wanted = wanted, False
+        if block.eye is not None and not wanted:
+            block.eye = None
+        elif block.eye is not None and not block.eye.carries:
+            wanted = False
 
 
 def routed_otherwise(before: Tensor, after: Tensor) -> float:

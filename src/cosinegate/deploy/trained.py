@@ -52,6 +52,9 @@ class Trained:
         return reached
 
     def check_budget(self, budget: float) -> None:
+        if not all(gate.ranks for gate in self._gates):
+            kind = self.config.gate.kind.name
+            raise UserError(f"budget = {budget}: gates of kind {kind} have no threshold that could be moved")
         least = self._plan.free / (self._plan.free + sum(self._plan.costs))
         if not least <= budget <= 1:
             free = f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)}"
@@ -102,6 +105,8 @@ def load_trained(
         plain = folded(module.network, IMAGE_SETS[config.data.name.name].shape[:2])
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    if not any(block.head is not None or block.removed for block in plain.blocks):
+        raise UserError(f"{path}: its gates are open for every image, so there is nothing to skip")
     config.data.root, config.data.folder = root or config.data.root, folder or config.data.folder
     data = ImageData(config.data, config.seed)
     data.setup()

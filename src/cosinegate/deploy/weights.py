@@ -9,13 +9,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork, GateHead
+from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
+from cosinegate.deploy.heads import GateHead, Statistics, built
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
 from cosinegate.foreign import read_json
 from cosinegate.networks.block import PadShortcut
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, 2)  # in format 1 every gate was a predictive one
 
 
 def described(network: FoldedNetwork) -> dict[str, Any]:
@@ -33,8 +35,8 @@ def described(network: FoldedNetwork) -> dict[str, Any]:
                 "stride": block.conv1.stride[0],
                 "shortcut": _kind(block.shortcut),
                 "post_activation": block.post_activation,
-                "gate": None if block.head is None else list(block.head.w1.weight.shape),
-                "looks": block.looks,
+                "gate": None if block.head is None else block.head.described(),
+                "looks": None if block.eye is None else block.eye.described(),
                 "removed": block.removed,
             }
             for block in network.blocks
@@ -45,7 +47,7 @@ def described(network: FoldedNetwork) -> dict[str, Any]:
 def rebuilt(card: dict[str, Any], path: Path) -> FoldedNetwork:
     """The network that a card describes, with the weights of the file."""
     try:
-        if card["format"] != FORMAT:
+        if card["format"] not in READ:
             raise UserError(f"{path}: format {card['format']}, this program reads {FORMAT}")
         weights = load_file(path)
         with torch.device("meta"):  # a card may claim any size: the memory is that of the file
@@ -87,8 +89,8 @@ def _block(
     stride: int,
     shortcut: str,
     post_activation: bool,
-    gate: list[int] | None,
-    looks: bool,
+    gate: dict[str, Any] | list[int] | None,
+    looks: dict[str, Any] | bool | None,
     removed: bool,
 ) -> FoldedBlock:
     paths = {
@@ -98,6 +100,10 @@ def _block(
     }
     conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1)
     block = FoldedBlock(conv1, nn.Conv2d(outputs, outputs, 3, padding=1), paths[shortcut](), post_activation)
-    block.head = None if gate is None else GateHead(features=gate[1], hidden=gate[0])
-    block.looks, block.removed = looks, removed
+    if isinstance(gate, list):  # format 1
+        block.head = GateHead(features=gate[1], hidden=gate[0])
+    else:
+        block.head = None if gate is None else built(gate)
+    block.eye = built(looks) if isinstance(looks, dict) else Statistics() if looks else None
+    block.removed = removed
     return block

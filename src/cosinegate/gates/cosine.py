@@ -6,7 +6,9 @@ from torch import Tensor, nn
 from cosinegate import geometry
 from cosinegate.choices import Measure, Polarity
 from cosinegate.gates.decision import Decision
+from cosinegate.gates.gate import Gate, Slot
 from cosinegate.geometry import Dots
+from cosinegate.schema import GateConfig
 
 
 class Controller(nn.Module):
@@ -27,10 +29,11 @@ class Controller(nn.Module):
         return self.w2(nn.functional.leaky_relu(self.w1(pooled), self.leak)).squeeze(1)  # (B,)
 
 
-class CosineGate(nn.Module):
+class CosineGate(Gate):
     """Compares the residual with the identity path; so it needs F(x) before it can say that F(x) was not needed."""
 
     decides_first = False
+    compares = True
 
     def __init__(
         self,
@@ -53,3 +56,11 @@ class CosineGate(nn.Module):
         offset = self.controller(geometry.global_average_pool(x)) if self.controller is not None else 0.0
         logit = self.gamma * (exact + offset)
         return Decision(self.opening(logit).gate, logit, exact, exact.detach(), torch.ones_like(exact))
+
+
+def make(config: GateConfig, slot: Slot) -> CosineGate:
+    hidden = max(2, slot.channels // config.controller.reduction)
+    controller = Controller(slot.channels, hidden) if config.controller.enabled else None
+    return CosineGate(
+        slot.opening(), config.measure, config.gamma.init, config.polarity, config.gamma.learnable, controller
+    )

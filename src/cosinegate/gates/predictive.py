@@ -4,10 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate import geometry
-from cosinegate.gates.cosine import CosineGate
+from cosinegate.gates.cosine import Controller, CosineGate
 from cosinegate.gates.decision import Decision
+from cosinegate.gates.gate import Seen, Slot
 from cosinegate.geometry import Dots
 from cosinegate.processes import sum_over_processes
+from cosinegate.schema import GateConfig
 
 STATISTICS = 3  # mean, standard deviation and maximum of a channel
 LEAK = 0.1  # below zero: a hidden unit that is closed for every image would never learn again, and a gate of such
@@ -71,6 +73,10 @@ class PredictiveGate(CosineGate):
         self.standardise = Standardise(predictor.w1.in_features)
         self.by_exact = False  # in training only, until the switch-over epoch: decide by the exact measure
 
+    def look(self, x: Tensor, seen: Seen) -> Tensor:
+        """A constant to autograd."""
+        return geometry.pooled_statistics(x)
+
     def decide(self, seen: Tensor) -> Decision:
         """Without F: what evaluation and deployment do. `seen` is the pooled statistics (B, 3C)."""
         predicted, offset = self._look(seen)
@@ -94,3 +100,13 @@ class PredictiveGate(CosineGate):
         with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit
             predicted = self.predictor(seen)
             return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)
+
+
+def make(config: GateConfig, slot: Slot) -> PredictiveGate:
+    features, hidden = STATISTICS * slot.channels, max(2, slot.channels // config.controller.reduction)
+    controller = Controller(features, hidden, LEAK, bias=True) if config.controller.enabled else None
+    predictor = Predictor(features, config.predictor.hidden)
+    gamma = config.gamma
+    return PredictiveGate(
+        predictor, slot.opening(), config.measure, gamma.init, config.polarity, gamma.learnable, controller
+    )

@@ -1,6 +1,7 @@
 """Residual networks whose blocks take an optional gate."""
 
 from cosinegate.networks.block import ResidualBlock
-from cosinegate.networks.resnet import Output, ResNet, Routing
+from cosinegate.networks.network import GatedNetwork, Output, Routing
+from cosinegate.networks.resnet import ResNet
 
-__all__ = ["Output", "ResNet", "ResidualBlock", "Routing"]
+__all__ = ["GatedNetwork", "Output", "ResNet", "ResidualBlock", "Routing"]

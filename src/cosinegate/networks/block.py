@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.choices import Shortcut
-from cosinegate.gates import Decision
+from cosinegate.gates import Decision, Gate, Seen
 from cosinegate.geometry import Dots
 
 
@@ -16,7 +16,7 @@ class BlockRouting(NamedTuple):
     """What a gated block decided, and the dot products that say what it cost in consistency; each (B,)."""
 
     decision: Decision
-    dots: Dots | None  # None where F did not run for every sample
+    dots: Dots | None  # None where F did not run for every sample, and where nobody asks for them
 
 
 class PadShortcut(nn.Module):
@@ -43,39 +43,39 @@ def shortcut_path(kind: Shortcut, inputs: int, outputs: int, stride: int) -> nn.
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
+def basic_residual(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    """F = conv-BN-ReLU-conv-BN, of He et al.'s basic block."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+    )
+
+
 class ResidualBlock(nn.Module):
-    """F = conv-BN-ReLU-conv-BN. The ReLU after the sum leaves a non-negative s(x) as it is when the gate is closed."""
+    """Any s and F. A ReLU after the sum leaves a non-negative s(x) as it is when the gate is closed."""
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
-        stride: int,
-        shortcut: Shortcut,
-        post_activation: bool,
-        gate: nn.Module | None,
+        shortcut: nn.Module,
+        residual: nn.Module,
+        activation: nn.Module,
+        gate: Gate | None,
         looks: bool,
         consistency: bool,
     ) -> None:
         super().__init__()
-        self.shortcut = shortcut_path(shortcut, inputs, outputs, stride)
-        self.residual = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.activation = nn.ReLU(inplace=True) if post_activation else nn.Identity()
-        self.gate = gate
-        self.looks = looks  # whether its gate decides by statistics of this block's input, or by those seen before
+        self.shortcut, self.residual, self.activation, self.gate = shortcut, residual, activation, gate
+        self.looks = looks  # whether its gate looks at this block's input, or decides by what was seen before
         self.consistency = consistency  # whether the consistency term teaches s and F
 
-    def look(self, x: Tensor, seen: Tensor | None) -> Tensor | None:
-        """What its gate is shown: the statistics of x, or what an earlier block of the stage saw. A constant."""
-        return geometry.pooled_statistics(x) if self.looks else seen
+    def look(self, x: Tensor, seen: Seen) -> Seen:
+        """What its gate is shown: what it sees of x, or what an earlier block of the stage saw."""
+        return self.gate.look(x, seen) if self.looks else seen
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> tuple[Tensor, BlockRouting | None]:
+    def forward(self, x: Tensor, seen: Seen = None) -> tuple[Tensor, BlockRouting | None]:
         """`seen` is what `look` gave."""
         s = self.shortcut(x)
         if self.gate is None:
@@ -84,22 +84,22 @@ class ResidualBlock(nn.Module):
             return self._skipping(s, x, seen)
         if self.gate.decides_first and getattr(self.gate.opening, "is_closed", False):
             return self.activation(s.clone()), BlockRouting(self.gate.decide(seen), None)
-        r = self.residual(x)
-        if self.gate.decides_first and not self.consistency:
-            dots = geometry.constant_dot_products(s, r)
-        else:
+        r, dots = self.residual(x), None
+        if self.consistency or not self.gate.decides_first:
             s, r, dots = geometry.dot_products(s, r)
+        elif self.gate.compares:
+            dots = geometry.constant_dot_products(s, r)
         decision = self.gate(seen if self.gate.decides_first else x, dots)
         y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
         return self.activation(y), BlockRouting(decision, dots)
 
-    def decide(self, x: Tensor, seen: Tensor | None) -> Decision:
+    def decide(self, x: Tensor, seen: Seen) -> Decision:
         """What the gate decides, without the rest."""
         if self.gate.decides_first:
             return self.gate.decide(seen)
         return self.gate(x, geometry.constant_dot_products(self.shortcut(x), self.residual(x)))
 
-    def _skipping(self, s: Tensor, x: Tensor, seen: Tensor) -> tuple[Tensor, BlockRouting]:
+    def _skipping(self, s: Tensor, x: Tensor, seen: Seen) -> tuple[Tensor, BlockRouting]:
         """F runs for the samples whose gate is open, and for no other."""
         decision = self.gate.decide(seen)
         computed = decision.gate.nonzero().squeeze(1)

@@ -1,0 +1,183 @@
+"""Every gate beside the others on one schedule: a table with the command of each row, and a figure.
+
+What was measured here and what the paper quotes stand in columns of their own.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from cosinegate.analysis.pareto import spread, title
+from cosinegate.analysis.quoted import QUOTED, Quoted
+from cosinegate.analysis.runs import Configuration, Family, families, find_runs
+from cosinegate.analysis.tables import chosen_folders
+from cosinegate.commands import TableConfig
+from cosinegate.console import say
+from cosinegate.errors import UserError
+from cosinegate.files import replacing, write_atomically
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+COLUMNS = ("row", "gate", "seeds", "test accuracy", "counted", "executed", "dynamic blocks", "distinct paths")
+COLUMNS += ("latency ratio", "parameters", "paper: accuracy", "paper: counted", "command")
+QUOTES = {  # how the paper's names for a row begin, by ours
+    "cifar10": {"resnet20": "ResNet-20", "skipnet": "SkipNet"}
+    | {name: name for name in ("aggressive", "balanced", "conservative")},
+    "mnist": {"mnist": "MNIST", "balanced": "MNIST"},
+}
+POINTS_ALONE = ("+sweeps=peers", "+sweeps=peers_mnist")  # their jobs are commands of their own
+NOT_TOLD = (*POINTS_ALONE, "trainer.enable_progress_bar=", "runs_dir=", "threads=", "seed=")
+UNKNOWN = "-"
+
+
+def table(config: TableConfig, command: str) -> None:
+    """Writes `results/<sweep>.md` and a figure beside it, from the records of the runs."""
+    folders = chosen_folders(config)
+    runs = find_runs(folders, lambda words: print(words, file=sys.stderr))
+    if not runs:
+        raise UserError(f"no finished run in {config.sweep or config.runs}: python src/train.py -m +sweeps=peers")
+    path = Path(config.path or f"results/{config.sweep or 'peers'}.md")
+    found = families(runs, "mflops")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, as_markdown(found, command, path.with_suffix(".png").name))
+        draw(found, path.with_suffix(".png"))
+    except OSError as error:
+        raise UserError(f"path = {path}: cannot be written: {error.strerror}") from error
+    for written in (path, path.with_suffix(".png")):
+        say(f"written  {written}")
+
+
+def reference(rows: list[Configuration]) -> Configuration | None:
+    """The dense network that FLOPs and times are ratios to: the largest that was trained."""
+    dense = [one for one in rows if one.is_dense and one.first["flops"].get("dense_per_image") is not None]
+    return max(dense, key=lambda one: one.first["flops"]["dense_per_image"], default=None)
+
+
+def ratio(one: Configuration, to: Configuration | None, x: str) -> tuple[float, float | None] | None:
+    """Its cost over the dense network's; None where either is not known."""
+    if to is None or any(run.cost(x) is None for run in (*one.runs, *to.runs)):
+        return None
+    base = to.cost(x)[0]
+    return one.over_seeds(lambda run: run.cost(x) / base)
+
+
+def executed(one: Configuration, to: Configuration | None) -> tuple[float, float | None]:
+    """FLOPs that ran over the reference network's; without one, over those of the same network without gates."""
+    return ratio(one, to, "mflops") or one.cost("executed")
+
+
+def quotes(one: Configuration) -> list[Quoted]:
+    data = one.first["data"]
+    begin = QUOTES.get(data, {}).get(one.first["experiment"])
+    return [quoted for quoted in QUOTED.get(data, []) if begin is not None and quoted.name.startswith(begin)]
+
+
+def command_of(one: Configuration) -> str:
+    """What trains the row, and nothing else."""
+    record, seeds = one.first, sorted(run.record["seed"] for run in one.runs)
+    told = record.get("overrides")
+    if told is None or not set(POINTS_ALONE) & set(told):
+        return f"python {record.get('command', UNKNOWN)}"
+    kept = [word for word in told if not word.startswith(NOT_TOLD)]
+    several = ["-m"] if len(seeds) > 1 else []
+    return shlex.join(["python", "src/train.py", *several, *kept, f"seed={','.join(map(str, seeds))}"])
+
+
+def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
+    """The row by column."""
+    record, latency = one.first, ratio(one, to, "latency")
+    said = [(q.name.partition(", ")[2], q) for q in quotes(one)]
+    values: dict[str, Any] = {
+        "row": record["experiment"],
+        "gate": _gate(record),
+        "seeds": len(one.runs),
+        "test accuracy": spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
+        "counted": spread(one.cost("counted"), lambda v: f"{v:.3f}"),
+        "executed": spread(executed(one, to), lambda v: f"{v:.3f}"),
+        "dynamic blocks": f"{_mean(one, 'dynamic_blocks'):.3g} of {len(record['blocks_open'])}",
+        "distinct paths": f"{_mean(one, 'paths'):.3g}",
+        "latency ratio": UNKNOWN if latency is None else spread(latency, lambda v: f"{v:.2f}"),
+        "parameters": f"{record['parameters']:,}" if "parameters" in record else UNKNOWN,
+        "paper: accuracy": "; ".join(f"{100 * q.accuracy:.1f}% {when}".strip() for when, q in said) or UNKNOWN,
+        "paper: counted": "; ".join(f"{q.counted:.3f}" for _, q in said) or UNKNOWN,
+        "command": f"`{command_of(one)}`",
+    }
+    return {name: str(values[name]) for name in COLUMNS}
+
+
+def _gate(record: dict[str, Any]) -> str:
+    if record["gate"] != "cosine":
+        return "dense" if record["gate"] == "none" else record["gate"]
+    return "predictive" if record.get("signal") == "predicted" else f"cosine, {record.get('polarity', UNKNOWN)}"
+
+
+def _mean(one: Configuration, key: str) -> float:
+    return one.over_seeds(lambda run: run.record[key])[0]
+
+
+def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: str) -> str:
+    """A table for each data set, schedule and selection."""
+    lines = ["# Every gate on one schedule", "", f"`python {command}`", "", f"![accuracy against FLOPs]({figure})", ""]
+    for family, rows in found.items():
+        to = reference(rows)
+        told = {quoted.name for one in rows for quoted in quotes(one)}
+        apart = [quoted for quoted in QUOTED.get(family[0], []) if quoted.name not in told]
+        base = f"{to.first['experiment']} ({to.runs[0].family[1]})" if to else "the same network without gates"
+        lines += [f"## {title(family)}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+        lines += [f"| {' | '.join(cells(one, to).values())} |" for one in rows]
+        lines += [
+            "",
+            "Measured: test accuracy with hard gates, mean ± standard deviation where there are seeds, best first; "
+            "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
+            f"gates included, over those of {base}, and latency (batch 1, where `src/benchmark.py` has measured it) "
+            "over the same. A block is dynamic that 5 to 95% of the images compute.",
+            "",
+            "Quoted, not measured: the columns `paper:` are the paper's own figures, of ResNet-20 on its schedule.",
+        ]
+        lines += [f"Quoted without a row here: {_words(apart)}." for _ in apart[:1]]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _words(quoted: list[Quoted]) -> str:
+    return "; ".join(f"{q.name}, {100 * q.accuracy:.1f}% at {q.counted:.3f}" for q in quoted)
+
+
+def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
+    """Accuracy against executed FLOPs; a hollow point and a line show where counting would have put the row."""
+    figure, axes = plt.subplots(1, len(found), figsize=(10 * len(found), 7), layout="constrained", squeeze=False)
+    for axis, (family, rows) in zip(axes[0], found.items(), strict=True):
+        _draw_family(axis, rows)
+        axis.set(title=title(family), xlabel="FLOPs / dense network's", ylabel="test accuracy, hard gates (%)")
+    handles = [
+        plt.Line2D([], [], color="C0", marker="o", linestyle="", label="executed (measured)"),
+        plt.Line2D([], [], color="C0", marker="o", fillstyle="none", linestyle="", label="counted (mean gate)"),
+        plt.Line2D([], [], color="black", marker="s", linestyle="", label="dense"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=130)
+    plt.close(figure)
+
+
+def _draw_family(axis: Axes, rows: list[Configuration]) -> None:
+    to = reference(rows)
+    for one in rows:
+        (accuracy, error), (cost, _), (counted, _) = one.accuracy(), executed(one, to), one.cost("counted")
+        colour = "black" if one.is_dense else "C0"
+        if not one.is_dense:
+            axis.plot([counted, cost], [100 * accuracy] * 2, color=colour, alpha=0.25, linewidth=1)
+            axis.plot(counted, 100 * accuracy, "o", color=colour, fillstyle="none", alpha=0.5)
+        bar = None if error is None else 100 * error
+        axis.errorbar(cost, 100 * accuracy, yerr=bar, fmt="s" if one.is_dense else "o", color=colour, capsize=3)
+        axis.annotate(
+            one.first["experiment"], (cost, 100 * accuracy), textcoords="offset points", xytext=(6, 3), fontsize=8
+        )
+    axis.margins(x=0.15)
+    axis.grid(alpha=0.3)

@@ -1,0 +1,28 @@
+"""A control: a pattern that is given before training and never moves."""
+
+from cosinegate.gates.decision import Decision
+from cosinegate.gates.gate import Seen, Slot, StaticGate, decided
+from cosinegate.schema import GateConfig
+
+
+class FixedGate(StaticGate):
+    """Open or closed for good: a smaller network inside the slots of the larger one."""
+
+    def __init__(self, is_open: bool) -> None:
+        super().__init__()
+        self.is_open = is_open
+
+    @property
+    def constant(self) -> bool:
+        return self.is_open
+
+    def decide(self, seen: Seen) -> Decision:
+        logit = seen.new_full((len(seen),), 1.0 if self.is_open else -1.0)
+        return decided((logit > 0).to(logit.dtype), logit)
+
+    def extra_repr(self) -> str:
+        return f"is_open={self.is_open}"
+
+
+def make(config: GateConfig, slot: Slot) -> FixedGate:
+    return FixedGate(bool(config.pattern[slot.place]))

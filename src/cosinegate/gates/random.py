@@ -1,0 +1,73 @@
+"""A control: gates that open at random for a given share of the images, and know nothing of them."""
+
+import torch
+from torch import Tensor, nn
+
+from cosinegate.gates.decision import Decision
+from cosinegate.gates.gate import Gate, Seen, Slot, decided
+from cosinegate.relaxation import gumbel_difference
+from cosinegate.schema import GateConfig
+
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # whole numbers of a float's size
+ODD, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """splitmix64's last step: every bit of the result depends on every bit of the word."""
+    for shift, factor in ((30, FIRST), (27, SECOND)):
+        word = (word ^ ((word >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
+    return word ^ ((word >> 31) & (2**33 - 1))
+
+
+def fingerprint(images: Tensor) -> Tensor:
+    """(B,) int64 of the bits of every image: sums of whole numbers, so that no batch and no layout changes them."""
+    bits = images.detach().contiguous().flatten(1).view(WORDS[images.element_size()]).long()
+    places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    return _mixed(bits + places * _signed(ODD)).sum(1)
+
+
+def uniform(fingerprints: Tensor, place: int) -> Tensor:
+    """(B,) from 0 to 1, for every place another one."""
+    bits = _mixed(_mixed(fingerprints + _signed((place + 1) * ODD % 2**64)))
+    return ((bits >> 11) & (2**53 - 1)).double() / 2**53
+
+
+class RandomGate(Gate):
+    """In training every step draws anew. In evaluation an image's own bits decide, by their hash and the block's place:
+    the same route in every batch and every run, and of images that are not equal the given share.
+    """
+
+    ranks = False
+
+    def __init__(self, rate: float, place: int, opening: nn.Module) -> None:
+        super().__init__(opening)
+        self.rate, self.place = rate, place
+
+    @property
+    def turn(self) -> float:
+        return 0.0
+
+    def begin(self, images: Tensor) -> Tensor:
+        return fingerprint(images)
+
+    def look(self, x: Tensor, seen: Seen) -> Seen:
+        return seen
+
+    def decide(self, seen: Seen) -> Decision:
+        if self.training:
+            logit = torch.logit(torch.full((len(seen),), self.rate, device=seen.device))
+            return decided((logit + gumbel_difference(logit, self.opening.share) > 0).float(), logit)
+        logit = (self.rate - uniform(seen, self.place)).float()
+        return decided((logit > 0).float(), logit)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}, place={self.place}"
+
+
+def make(config: GateConfig, slot: Slot) -> RandomGate:
+    return RandomGate(config.rate, slot.place, slot.opening())

@@ -1,0 +1,75 @@
+"""A network of gated residual blocks: a stem, the blocks, a head. Any architecture that is such a list can be one."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cosinegate.gates import Decision, Seen
+from cosinegate.geometry import Dots, consistency, global_average_pool
+from cosinegate.networks.block import BlockRouting, ResidualBlock
+
+
+class Routing(NamedTuple):
+    """What every block decided for a batch; each (B, N). A block without a gate is open."""
+
+    gates: Tensor  # z in training, 0 or 1 in evaluation
+    logits: Tensor
+    cir: Tensor  # what stood in the equation: the exact measure, or the one that was predicted
+    exact: Tensor  # the exact measure, where F ran for every sample
+    agrees: Tensor  # 1 where the exact measure would have decided the same
+    consistency: Tensor
+
+
+class Output(NamedTuple):
+    """Class scores, and the routing that led to them; None for a dense network."""
+
+    logits: Tensor  # (B, classes)
+    routing: Routing | None
+
+
+class GatedNetwork(nn.Module):
+    """The head gives class scores of the last block's mean over the map."""
+
+    def __init__(self, stem: nn.Module, blocks: list[ResidualBlock], head: nn.Linear, detach_target: bool) -> None:
+        super().__init__()
+        self.stem = stem
+        self.blocks = nn.ModuleList(blocks)
+        self.detach_target = detach_target  # of the consistency term
+        self.head = head
+
+    def begin(self, images: Tensor) -> Seen:
+        """What the gates know before the first block."""
+        gate = next((block.gate for block in self.blocks if block.gate is not None), None)
+        return None if gate is None else gate.begin(images)
+
+    def forward(self, images: Tensor) -> Output:
+        x, seen = self.stem(images), self.begin(images)
+        taken = []
+        for block in self.blocks:
+            seen = block.look(x, seen)
+            x, routing = block(x, seen)
+            taken.append(routing)
+        logits = self.classify(x)
+        return Output(logits, self._routing(taken, logits) if any(taken) else None)
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Class scores of what the last block gave."""
+        return self.head(global_average_pool(x))
+
+    def _routing(self, taken: list[BlockRouting | None], logits: Tensor) -> Routing:
+        one, unknown, zero = (logits.new_full(logits.shape[:1], value) for value in (1.0, torch.nan, 0.0))
+        always = Decision(one, unknown, unknown, unknown, unknown)
+        nothing = Dots(one, zero, zero, zero)  # without a residual nothing is lost by a closed gate
+        decided = Decision(*_stacked(routing.decision if routing else always for routing in taken))
+        dots = Dots(*_stacked((routing and routing.dots) or nothing for routing in taken))
+        return Routing(*decided, consistency(dots, decided.gate, self.detach_target))
+
+    def extra_repr(self) -> str:
+        return f"detach_target={self.detach_target}"
+
+
+def _stacked(records: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The fields of N records, each (B,), as (B, N)."""
+    return [torch.stack(field, dim=1) for field in zip(*records, strict=True)]

@@ -1,0 +1,19 @@
+"""Every gate beside the others, into results/peers.md and a figure: `python src/table.py`, or `make table`."""
+
+import sys
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require
+
+
+def task(config: DictConfig) -> None:
+    require(config)
+    from cosinegate.analysis.peers import table
+
+    table(config, " ".join(sys.argv))
+
+
+if __name__ == "__main__":
+    cli.run(task, "table")

@@ -1,0 +1,70 @@
+"""The slot asks nothing of the architecture: gates in torchvision's ResNets."""
+
+import pytest
+import torch
+import torchvision
+from conftest import config
+from torchvision.models.resnet import BasicBlock
+
+from cosinegate.build import build_module
+from cosinegate.deploy.flops import dense_flops
+from cosinegate.deploy.folded import folded
+from cosinegate.errors import UserError
+from cosinegate.gates.fixed import FixedGate
+from cosinegate.networks.torchvision import TorchvisionResNet, residual_blocks
+from cosinegate.run import network_name
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_open_gates_are_torchvisions_own_network(name):
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, weights=None, num_classes=10).eval()
+    x = torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    gated = TorchvisionResNet(model, lambda channels, is_first: FixedGate(True), False, False).eval()
+    output = gated(x)
+    torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
+    assert output.routing.gates.shape == (2, {"resnet18": 8, "resnet50": 16}[name])
+    assert torch.equal(output.routing.gates, torch.ones_like(output.routing.gates))
+
+
+def test_its_blocks_are_found_in_order_with_the_first_of_each_stage():
+    found = residual_blocks(torchvision.models.resnet18(weights=None))
+    assert [is_first for _, is_first in found] == [True, False] * 4
+    assert all(isinstance(block, BasicBlock) for block, _ in found)
+    assert [block.conv1.in_channels for block, _ in found] == [64, 64, 64, 128, 128, 256, 256, 512]
+
+
+@pytest.mark.parametrize(("network", "gate"), [("resnet18", "cosine"), ("resnet18", "aig"), ("resnet50", "cosine")])
+def test_a_gated_torchvision_network_trains_a_few_steps_and_routes(network, gate):
+    chosen = config(f"network={network}", f"gate={gate}", "gate.polarity=novelty", "objective.warmup_epochs=0")
+    module = build_module(chosen).train()
+    module.objective.prog = 1.0
+    generator = torch.Generator().manual_seed(0)
+    x, target = torch.randn(8, 3, 32, 32, generator=generator), torch.arange(8)
+    before = [p.detach().clone() for block in module.network.blocks for p in block.gate.parameters()]
+    sgd, losses = torch.optim.SGD(module.network.parameters(), lr=0.02), []
+    for _ in range(4):
+        sgd.zero_grad()
+        found = module.objective(module.network(x), target)
+        found.total.backward()
+        sgd.step()
+        losses.append(found.ce.item())
+    assert min(losses[1:]) < losses[0], losses
+    after = [p for block in module.network.blocks for p in block.gate.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with torch.no_grad():
+        routing = module.network.eval()(x).routing
+    assert set(routing.gates.unique().tolist()) <= {0.0, 1.0}
+    with pytest.raises(UserError, match="torchvision"):
+        folded(module.network)
+
+
+def test_it_composes_from_config_with_its_name_and_its_parameters():
+    chosen = config("network=resnet18", "gate=none", "data=mnist")
+    assert network_name(chosen.network) == "torchvision-resnet18"
+    network = build_module(chosen).network
+    assert (
+        sum(p.numel() for p in network.parameters()) == 11_689_512 - 990 * 513 - 2 * 64 * 49
+    )  # 10 classes, one colour
+    assert dense_flops(network, (28, 28, 1)) > 0
