@@ -78,6 +78,7 @@ def stop_at(monkeypatch, epoch, step, signum=signal.SIGTERM):
 def start(root: Path, kind: str, *overrides: str) -> Path:
     chosen = config(*KINDS[kind], *TINY, *overrides, f"runs_dir={root}")
     folder = run_folder(chosen)
+    torch.seed()  # a new process has another generator: nothing may come from it
     train(chosen)
     return folder
 

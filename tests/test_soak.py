@@ -90,6 +90,8 @@ def test_a_run_killed_anywhere_ends_as_one_that_was_never_killed(tmp_path):
             kills[how] += 1
             scraps += len(list(folder.rglob("*.part"))) if folder.exists() else 0
             assert_whole(folder)
+            if sum(kills.values()) % 25 == 0:
+                print(f"\nsoak: {sum(kills.values())} kills, {finished} runs finished", file=sys.stderr)
             continue
         assert code == 0
         assert_same_run(whole[kind], folder)

@@ -24,7 +24,7 @@ class Stopped(SystemExit):
 class StopRequest:
     """Remembers a signal while the run is `patient`: in training, which looks for it after every step.
 
-    At any other time, and at the second Ctrl-C, it ends the run at once.
+    At any other time, and at the second Ctrl-C, it ends the run at once. A second SIGTERM does not disturb the first.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class StopRequest:
         self.patient = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        again = signum == self.signum == signal.SIGINT
-        self.signum = signum
-        if again or not self.patient:
+        first, again = self.signum is None, signum == self.signum == signal.SIGINT
+        self.signum = self.signum or signum
+        if again or (first and not self.patient):
             raise Stopped(signum)
 
     def listen(self) -> None:
