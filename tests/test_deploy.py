@@ -29,7 +29,7 @@ FORMS = [
     (
         "gate.controller.enabled=false",
         "gate.calibration=none",
-        "gate.threshold=0.1",
+        "gate.threshold=0.5",
         "gate.gamma.init=-2.5",
         "gate.polarity=paper",
     ),

@@ -38,17 +38,17 @@ SHORT += ["trainer.limit_train_batches=3", "+callbacks.fault._target_=faults.Fau
 
 # train/loss after two epochs of three batches on the digits; a change that should not move it must not
 GOLDEN = {
-    "aig": 2.235006,
-    "attention": 2.354327,
-    "cir_only": 2.350630,
-    "constant": 2.265240,
+    "aig": 2.272130,
+    "attention": 2.359709,
+    "cir_only": 2.357982,
+    "constant": 2.269971,
     "controller_only": 2.273135,
-    "cosine": 2.350626,
-    "drop": 2.202507,
+    "cosine": 2.357960,
+    "drop": 2.207358,
     "fixed": 2.077166,
     "none": 2.061610,
-    "predictive": 2.339819,
-    "random": 2.245600,
+    "predictive": 2.320870,
+    "random": 2.272593,
     "skipnet": 2.286252,
     "skipnet_recurrent": 3.238463,
 }

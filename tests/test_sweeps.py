@@ -118,7 +118,7 @@ def test_an_empty_grid_is_refused():
 
 
 BAD = [
-    (["+sweeps=nope"], ["sweeps/nope", "ablation pareto quick seeds"]),
+    (["+sweeps=nope"], ["sweeps/nope", "ablation pareto peers peers_mnist quick seeds"]),
     (["+sweeps=wandb"], ["wandb sweep sweeps/wandb.yaml"]),
     (["+experiment=digits", "seed=range(0,0)"], ["seed=range(0,0)", "an empty grid"]),
     (["+experiment=digits", "objective.tau=0.5,0.6"], ["objective.tau: no such key"]),

@@ -84,6 +84,7 @@ def _test(
     limit_batches: Any,
 ) -> dict[str, float]:
     """Runs the test set through the module on one device, with these callbacks alone."""
+    config.callbacks, config.logger = {}, {}
     config.trainer.accelerator, config.trainer.strategy = accelerator, "auto"
     config.trainer.devices = config.trainer.num_nodes = 1
     config.trainer.limit_test_batches = limit_batches

@@ -116,8 +116,13 @@ def _fingerprint(base: DictConfig, options: DictConfig) -> str:
 
 def _check_study(path: Path) -> None:
     """Ends with one line, before anything is written, where another file lies in the study's place."""
-    if path.exists() and not (path.is_file() and path.open("rb").read(16) in (b"", b"SQLite format 3\0")):
+    if path.exists() and not (path.is_file() and _first_bytes(path, 16) in (b"", b"SQLite format 3\0")):
         raise UserError(f"{path} cannot be used: it is not a study; move it away or choose another search.study")
+
+
+def _first_bytes(path: Path, number: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(number)
 
 
 def _open(path: Path, name: str, asked: str) -> optuna.Study:
