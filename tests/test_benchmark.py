@@ -1,8 +1,10 @@
 import json
 
+import pytest
 from conftest import assert_one_line, process
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_every_bar_and_says_which_are_missed(tmp_path):
     small = ["name=digits", "steps=2", "batches=3", "val_batches=1", "rounds=1", "threads=1"]
     done = process("src/bench.py", *small, f"folder={tmp_path}")

@@ -1,5 +1,21 @@
 """CosineGate: residual networks that ask, for each sample, whether a block is worth computing."""
 
-from cosinegate import torchvision_operators
+import sys
+from importlib.abc import MetaPathFinder
+from typing import Any
 
-torchvision_operators.define_missing()  # before the first import of lightning or torchmetrics, which import torchvision
+
+class _BeforeTorchvision(MetaPathFinder):
+    """Mends torchvision right before its first import, by lightning, torchmetrics or us. Commands that need none of
+    them, nor torch, then do not wait for it.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            from cosinegate.torchvision_operators import define_missing
+
+            define_missing()
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())

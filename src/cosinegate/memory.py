@@ -11,12 +11,20 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 LARGEST_MAPPED = 32 * 2**20  # the most that glibc takes
 
 
+def _glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
+
+
 def keep_freed_memory() -> None:
     """Does nothing where the C library is not glibc."""
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    if (libc := _glibc()) is not None:
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_MAPPED)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         libc.mallopt(M_TOP_PAD, 64 * 2**20)
+
+
+def give_back_freed_memory() -> None:
+    """Now and then: what lies between blocks in use would grow over the epochs."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)

@@ -13,6 +13,7 @@ import lightning.pytorch as L
 from cosinegate.callbacks.schedule import AtEpochStart
 from cosinegate.lit import LitCosineGate
 from cosinegate.loggers import MetricsCSV
+from cosinegate.memory import give_back_freed_memory
 from cosinegate.record import accuracies, provenance, write_record
 from cosinegate.stop import Stopped
 
@@ -65,6 +66,7 @@ class RunRecord(AtEpochStart):
         self.metrics.log_metrics(known | speed | {"epoch": trainer.current_epoch})
         self.metrics.save()
         self._write(trainer)
+        give_back_freed_memory()
 
     def _is_news(self, name: str) -> bool:
         """Lightning remembers the figures of the last validation in epochs that have none."""
