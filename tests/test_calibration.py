@@ -185,3 +185,15 @@ def test_thresholds_at_the_ends_and_with_ties():
 def test_a_budget_that_cannot_be_met_is_one_line(overrides, words):
     with pytest.raises(UserError, match=words):
         build_network(config("+experiment=digits_predictive", *overrides))
+
+
+def test_a_block_that_training_never_opened_stays_closed_at_any_budget():
+    made = Budget(0.7, torch.ones(3), 1.0, Sharing.network, Credit.change, 0.0, 0.9, [4.0, -60.0, 4.0], [1.0, 0.0, 1.0])
+    assert made.never_opened() == [False, True, False]
+    for budget in (0.75, 0.6, 0.3):
+        shares = made.shares(budget, bounded=False)
+        assert shares[1] == 0
+        assert shares[0] == shares[2] == pytest.approx((4 * budget - 1) / 2, abs=1e-6)
+    made.begin = [1.0, 1.0, 1.0]  # it was open at first
+    assert not any(made.never_opened())
+    assert made.shares(1.0, bounded=False)[1] == pytest.approx(1)

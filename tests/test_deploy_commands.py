@@ -32,6 +32,8 @@ def test_the_trained_run_routes_by_input_and_executes_less(run):
     assert record["paths"] > 2
     assert record["mean_gate"] == pytest.approx(0.75, abs=0.05)
     assert record["flops"]["executed"] < 0.8
+    skipped = [1 - share for share in record["blocks_open"] if 0.05 <= share <= 0.95]
+    assert record["routed_percent"] == pytest.approx(100 * sum(skipped) / len(record["blocks_open"]))
     assert record["accuracy"]["test"] > 0.9
 
 
@@ -63,6 +65,9 @@ def test_export_writes_every_form_and_compares_it_on_the_whole_test_set(run, exp
         assert form["largest_difference"] < 1e-4
         assert form["accuracy"] == pytest.approx(accuracy, abs=1e-6)
     assert card["forms"]["int8.onnx"]["accuracy"] == pytest.approx(accuracy, abs=0.05)
+    assert card["executed"] == pytest.approx(read_record(run)["flops"]["executed"], abs=1e-4)
+    int8 = card["forms"]["int8.onnx"]
+    assert (int8["executed"] - card["executed"]) * (int8["mean_gate"] - card["mean_gate"]) >= 0
     for fragment in ("branch.onnx", "int8.onnx", "same route", str(folder)):
         assert fragment in words
 
@@ -141,6 +146,14 @@ def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):
         if row["batch"] == 1 and row["model"] == "skipping" and "int8" not in row["engine"]
     ]
     assert read_record(run)["latency_ms"] == min(at_one)
+    assert read_record(run)["latency"]["threads"] == 1
+    assert read_record(others["dense"])["latency"]["time_ratio"] == pytest.approx(1, abs=0.9)
+    in_int8 = {
+        (row["counted"], row["executed"])
+        for row in found["rows"]
+        if row["model"] == "skipping" and "int8" in row["engine"]
+    }
+    assert in_int8 == {(found["int8"]["counted"], found["int8"]["executed"])}
     assert read_record(others["dense"])["latency_ms"] > 0
     assert (run / "benchmark" / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
     table = (run / "benchmark" / "benchmark.md").read_text()

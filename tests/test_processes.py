@@ -62,6 +62,24 @@ def test_uneven_shares_have_the_same_curves_to_the_last_digits(tmp_path):
         assert read_metrics(two)[epoch]["train/loss"] == pytest.approx(row["train/loss"], rel=1e-10)
 
 
+def test_a_block_that_is_closed_for_all_images_is_the_same_run_in_two_processes(tmp_path):
+    closed = [
+        "gate.quantile.begin=[1,0,1]",
+        "gate.quantile.worth=[4,-60,4]",
+        "gate.quantile.low=0",
+        "objective.tau_target=0.7",
+    ]
+    exact = [
+        "trainer.precision=64-true",
+        "trainer.max_epochs=1",
+        "objective.start_epoch=0",
+        "trainer.limit_train_batches=6",
+    ]
+    one, two = (trained(tmp_path / str(n), n, *closed, *exact, experiment="digits_predictive")[0] for n in (1, 2))
+    assert_same_curves(one, two, 1e-6)
+    assert 0 in [value for name, value in read_metrics(one)[1].items() if name.startswith("gates/block_")]
+
+
 def test_calibrated_gates_take_the_quantile_of_the_global_batch(tmp_path):
     exact = ["trainer.precision=64-true", "data.batch_size=60", "trainer.max_epochs=2", "objective.start_epoch=0"]
     exact += ["trainer.limit_train_batches=6"]

@@ -67,21 +67,24 @@ class Budget(nn.Module):
     def shares(self, tau_target: float | None = None, bounded: bool = True) -> list[float]:
         """(G,); with a `tau_target` what the trained network gives each block at that budget.
 
-        Prices alone decide where nothing is `bounded`: bounds are for training, in which a constant would not learn.
+        Where nothing is `bounded`, worth or prices alone decide: bounds are for training, in which a constant would not
+        learn. A block that training never opened stays closed.
         """
         if tau_target is None:
             settled = self.shares(self.tau_target)
             return [first + self.prog * (last - first) for first, last in zip(self.begin, settled, strict=True)]
         mean = self.gated_share(tau_target)
-        low, high = min(self.low, mean), max(self.high, mean)
+        low, high = (min(self.low, mean), max(self.high, mean)) if bounded else (0.0, 1.0)
+        may_open = [True] * len(self.costs) if bounded else [not never for never in self.never_opened()]
         if self.recent is not None and self.seen.min() > 0:
-            return self._by_price(mean, low, high) if bounded else self._by_price(mean, 0.0, 1.0)
+            return self._by_price(mean, low, high, may_open)
         if self.worth is None:
             return [mean] * len(self.costs)
         worth = self.worth.tolist()
 
         def at(level: float) -> list[float]:
-            return [low + (high - low) / (1 + math.exp(min(max(level - w, -60.0), 60.0))) for w in worth]
+            opened = (1 / (1 + math.exp(min(max(level - w, -60.0), 60.0))) for w in worth)
+            return [may * (low + (high - low) * share) for may, share in zip(may_open, opened, strict=True)]
 
         below, above = min(worth) - 60.0, max(worth) + 60.0  # levels between which the budget is met
         for _ in range(60):
@@ -90,13 +93,18 @@ class Budget(nn.Module):
             below, above = (level, above) if spent > mean * sum(self.costs) else (below, level)
         return at(level)
 
-    def _by_price(self, mean: float, low: float, high: float) -> list[float]:
+    def never_opened(self) -> list[bool]:
+        """(G,): blocks that are closed from first to last, so that their F is what chance gave it."""
+        settled = self.shares(self.tau_target)
+        return [first == 0 and last < NOTHING for first, last in zip(self.begin, settled, strict=True)]
+
+    def _by_price(self, mean: float, low: float, high: float, may_open: list[bool]) -> list[float]:
         known = self.recent[:, : self.seen.min()].double().cpu()
         costs = torch.tensor(self.costs, dtype=known.dtype)
         prices = known / (costs / costs.mean())[:, None]  # of what F costs: by its FLOPs, where those are what counts
 
         def at(price: Tensor) -> Tensor:
-            return (prices > price).double().mean(1).clamp(low, high)
+            return (prices > price).double().mean(1).clamp(low, high) * torch.tensor(may_open)
 
         below, above = prices.min() - 1, prices.max()  # prices between which the budget is met
         for _ in range(40):
@@ -142,8 +150,8 @@ class Quantile(nn.Module):
 
     @property
     def is_closed(self) -> bool:
-        """Whether training skips every sample now. Not so over several processes, which want all gradients."""
-        return self.training and self.budget.share is None and self.budget.shares()[self.place] < NOTHING
+        """Whether training skips every sample now."""
+        return self.training and self.budget.shares()[self.place] < NOTHING
 
     def forward(self, logit: Tensor) -> Opened:
         if not self.training:

@@ -108,7 +108,7 @@ class ExportConfig:
 class CalibrateConfig:
     run: str = MISSING
     checkpoint: Checkpoint | None = None
-    budgets: list[float] = MISSING
+    budgets: list[float] | None = None
     images: int | None = None
     root: str | None = None
     data_folder: str | None = None

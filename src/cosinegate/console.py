@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cosinegate.dynamic import routed_percent
 from cosinegate.record import require
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
         (
             "dynamic blocks",
             f"{record['dynamic_blocks']} of {len(record['blocks_open'])}",
-            "open for 5-95% of the images",
+            f"open for 5-95% of the images; they skip {routed_percent(record['blocks_open']):.1f} of those percent",
         ),
         ("distinct paths", str(record["paths"]), "sets of open blocks"),
         ("images/s", f"{record['images_per_second']:.0f}", f"training; {record['seconds']:.0f} s in all"),

@@ -18,6 +18,7 @@ from cosinegate.checkpoint import read_checkpoint
 from cosinegate.commands import EvaluateConfig
 from cosinegate.config import convolution_weights, is_batches, require_positive, validate
 from cosinegate.data.module import ImageData
+from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.foreign import first_line
 from cosinegate.lit import LitCosineGate
@@ -55,6 +56,7 @@ def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tup
         "loss": tested["test/loss"],
         "mean_gate": summary.mean_gate,
         "skip_percent": summary.skip_percent,
+        "routed_percent": routed_percent(summary.open.tolist()),
         "dynamic_blocks": summary.dynamic_blocks,
         "paths": summary.paths,
         "flops": {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense},
@@ -100,7 +102,8 @@ def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ..
     console.say(f"{result['experiment']} on {result['data']}: {result['images']} test images, {result['checkpoint']}")
     console.say(f"accuracy {console.percent(result['accuracy'])}   loss {result['loss']:.4f}")
     console.say(
-        f"mean gate {result['mean_gate']:.3f}   skip {result['skip_percent']:.1f}%   "
+        f"mean gate {result['mean_gate']:.3f}   skip {result['skip_percent']:.1f}%, of which "
+        f"{result['routed_percent']:.1f} in dynamic blocks   "
         f"dynamic blocks {result['dynamic_blocks']} of {len(result['blocks'])}   distinct paths {result['paths']}"
     )
     console.say(f"FLOPs counted {flops['counted']:.3f}   executed {flops['executed']:.3f}   (dense network = 1)")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from cosinegate.errors import UserError
 from cosinegate.secret import masked
 
 PART = ".part"
@@ -55,6 +56,16 @@ def write_atomically(path: Path, text: str) -> None:
     """Whatever it is, a record, a table or a traceback: without the secrets of the environment."""
     with replacing(path) as file:
         file.write(masked(text).encode())
+
+
+def require_writable(folder: Path) -> None:
+    """Ends with one line before the work instead of after it; makes the folder where there is none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=PART):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
 def remove_parts(folder: Path) -> None:

@@ -86,4 +86,7 @@ def check_plain(content: Any, path: Path, resolved: bool = False) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    """With the next one where the first only announces it, as torch does of weights that do not fit."""
+    lines = [line.strip() for line in str(error).splitlines()] or [""]
+    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {told[:240]}"

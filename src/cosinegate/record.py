@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,10 @@ def accuracies(rows: dict[int, Row], at_budget: bool = False) -> dict[str, Any]:
         found["epoch_100"] = validated[100]["val/acc"]
         found["epoch_100_skip_percent"] = validated[100].get("gates/skip_percent")
     return found
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def provenance() -> dict[str, Any]:

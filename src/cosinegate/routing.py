@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from cosinegate.dynamic import DYNAMIC
 from cosinegate.networks import Output
-
-DYNAMIC = (0.05, 0.95)  # a block routes by input when the share of samples that compute it lies between these
 
 
 @dataclass

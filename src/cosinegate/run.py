@@ -36,6 +36,7 @@ from cosinegate.checkpoint import read_checkpoint
 from cosinegate.choices import Validation
 from cosinegate.config import identity, run_folder, validate
 from cosinegate.data.module import ImageData
+from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.files import remove_parts, write_atomically
 from cosinegate.lock import locked
@@ -228,6 +229,7 @@ def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops) -> dict[s
     return {
         "mean_gate": summary.mean_gate,
         "skip_percent": summary.skip_percent,
+        "routed_percent": routed_percent(summary.open.tolist()),
         "blocks_open": summary.open.tolist(),
         "dynamic_blocks": summary.dynamic_blocks,
         "paths": summary.paths,

@@ -4,7 +4,6 @@ import contextlib
 import resource
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from cosinegate.callbacks.schedule import AtEpochStart
 from cosinegate.lit import LitCosineGate
 from cosinegate.loggers import MetricsCSV
 from cosinegate.memory import give_back_freed_memory
-from cosinegate.record import accuracies, provenance, write_record
+from cosinegate.record import accuracies, now, provenance, write_record
 from cosinegate.stop import Stopped
 
 
@@ -31,7 +30,7 @@ class RunRecord(AtEpochStart):
     def start(self, trainer: L.Trainer, before: dict[str, Any] | None) -> None:
         """Marks the folder as this run's before anything else is written there. `before` is what it held."""
         self.seconds_before = (before or {}).get("seconds", 0.0)
-        self.started = (before or {}).get("started", _now())
+        self.started = (before or {}).get("started", now())
         self.begin = time.monotonic()
         self.record |= {"status": "running", "started": self.started} | provenance()
         self._write(trainer)
@@ -102,7 +101,7 @@ class RunRecord(AtEpochStart):
             "seconds": self.seconds_before + time.monotonic() - self.begin,
             "peak_memory_mib": peak_memory_mib(),
             "first_step_at": self.first_step_at,
-            "updated": _now(),
+            "updated": now(),
         } | (results or {})
         if trainer.is_global_zero:
             write_record(self.folder, self.record)
@@ -112,7 +111,3 @@ def peak_memory_mib() -> float:
     """The most memory that this process has held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

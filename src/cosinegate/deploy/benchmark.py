@@ -20,19 +20,19 @@ from cosinegate.choices import Checkpoint
 from cosinegate.commands import BenchmarkConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.benchmark_table import as_markdown, draw
-from cosinegate.deploy.flops import dense_flops, forward_flops
+from cosinegate.deploy.flops import dense_flops, executed_on, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.kernels import kernel_times
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, session, write_onnx
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import settled
 from cosinegate.deploy.trained import Trained, chosen_path, is_the_records, load_trained, run_folder_of
 from cosinegate.errors import UserError
 from cosinegate.evaluate import load_checkpoint
-from cosinegate.files import write_atomically
+from cosinegate.files import require_writable, write_atomically
 from cosinegate.lock import is_locked, locked
-from cosinegate.record import provenance, read_record, write_record
+from cosinegate.record import now, provenance, read_record, write_record
 from cosinegate.run import network_name
 
 MICRO_BATCHES = (32, 64, 128)
@@ -40,6 +40,7 @@ ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the
 MANY = 64
 IMAGES_A_ROUND = 64
 PAUSE = 0.03  # seconds: threads that wait for work keep a core busy for a while, and would slow the next engine down
+INT8 = ("dense", "skipping")  # the two that the run is about
 LATENCY_BATCH = 1  # what `latency_ms` of the record is measured at
 
 
@@ -94,11 +95,11 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     images, labels = trained.data.whole_images("test", asked.images)
     if len(images) < max(asked.batches):
         raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
-    others = {name: model for run in asked.against for name, model in [_dense_run(run, asked.checkpoint, trained)]}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"folder = {folder}: cannot be written: {error.strerror}") from error
+    others: dict[str, Model] = {}
+    for run in asked.against:
+        name, model = _dense_run(run, asked.checkpoint, trained)
+        others[name if name not in others else f"{name} ({run})"] = model
+    require_writable(folder)
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
     flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
     dense = dense_flops(trained.eager, trained.data.image_set.shape)
@@ -114,10 +115,10 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     } | others
     with tempfile.TemporaryDirectory() as scratch:
         ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)
-        rows = []
+        rows, int8 = [], _int8(models["skipping"], trained, Path(scratch), images, labels)
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
-            rows += _rows(models, ways.at(batch), batch, images, asked.rounds)
+            rows += _rows(models, int8, ways.at(batch), batch, images, asked.rounds)
         console.say("asking onnxruntime where its time goes")
         kernels = {str(batch): ways.kernels(batch, images) for batch in _ends(asked.batches)}
     found = {
@@ -128,6 +129,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         "accuracy": accuracy,
         "counted": counted,
         "executed": executed,
+        "int8": int8,
         "rows": [asdict(row) for row in rows],
         "kernels": kernels,
         "provenance": provenance(),
@@ -135,7 +137,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     write_atomically(folder / "benchmark.json", json.dumps(found, indent=2) + "\n")
     write_atomically(folder / "benchmark.md", as_markdown(found))
     draw(found, folder / "benchmark.png")
-    _into_records(models, rows)
+    _into_records(models, rows, asked.threads)
     return found | {"folder": str(folder)}
 
 
@@ -152,7 +154,7 @@ class Ways:
         for name, model in models.items():
             write_onnx(BatchForm(model.network), scratch / f"{name}.onnx", shape, one_image=False)
             write_onnx(BranchForm(model.network), scratch / f"{name}-one.onnx", shape, one_image=True)
-            if name in ("dense", "skipping"):  # int8 is shown for the two that the run is about
+            if name in INT8:
                 write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])
         self.sessions = {
             (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
@@ -232,8 +234,23 @@ def compiled_form(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
     return {"compiled": run}
 
 
+def _int8(model: Model, trained: Trained, folder: Path, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Of the skipping network: accuracy, and FLOPs, for rounding moves some images over a threshold."""
+    scores, decided = run_onnx(session(folder / "skipping-int8.onnx", 1), images.contiguous().numpy(), MANY)
+    found = {"accuracy": (torch.from_numpy(np.asarray(scores)).argmax(1) == labels).float().mean().item()}
+    if decided is None:
+        return found | {"counted": model.counted, "executed": model.executed}
+    runtime = SkippingNetwork(model.network)
+    runtime(images)
+    theirs = runtime.gates.clone()
+    theirs[:, [i for i, block in enumerate(model.network.blocks) if block.head is not None]] = torch.from_numpy(decided)
+    executed = executed_on(trained.eager, trained.data.image_set.shape, model.executed, runtime.gates, theirs)
+    return found | {"counted": theirs.float().mean().item(), "executed": executed}
+
+
 def _rows(
     models: dict[str, Model],
+    int8: dict[str, float],
     ways: dict[tuple[str, str], dict[str, Run]],
     batch: int,
     images: Tensor,
@@ -273,6 +290,8 @@ def _rows(
         low, high = np.percentile(found, [25, 75])
         met = None if bar is None else ratio <= bar
         flops = model.counted, model.executed
+        if name == "skipping" and "int8" in engine:
+            flops = int8["counted"], int8["executed"]
         made.append(
             Row(
                 name,
@@ -317,8 +336,11 @@ def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tupl
     return name, Model(folded(module.network, shape[:2]), share, share, own)
 
 
-def _into_records(models: dict[str, Model], rows: list[Row]) -> None:
-    """`latency_ms`: the fastest form of a run at batch 1, all measured in the same minutes."""
+def _into_records(models: dict[str, Model], rows: list[Row], threads: int) -> None:
+    """`latency_ms`: the fastest form of a run at batch 1, all measured in the same minutes.
+
+    `time_ratio`, to the dense network on the same engine, can be compared with what another minute measured.
+    """
     for name, model in models.items():
         measured = [row for row in rows if row.batch == LATENCY_BATCH and row.model == name]
         measured = [row for row in measured if "int8" not in row.engine]  # its accuracy is not the record's
@@ -328,6 +350,7 @@ def _into_records(models: dict[str, Model], rows: list[Row]) -> None:
             console.say(f"a process is at work in {model.folder}: its record gets no latency")
             continue
         best = min(measured, key=lambda row: row.ms_per_image)
-        latency = {"latency_ms": best.ms_per_image, "latency": {"batch": best.batch, "engine": best.engine}}
+        how = {"batch": best.batch, "engine": best.engine, "threads": threads, "time_ratio": best.time_ratio}
+        latency = {"latency_ms": best.ms_per_image, "latency": how | {"measured": now()}}
         with locked(model.folder, wait=False):
             write_record(model.folder, read_record(model.folder) | latency)

@@ -15,7 +15,8 @@ def as_markdown(found: dict[str, Any]) -> str:
     lines = [
         f"# {found['run']} on {found['data']}, {found['threads']} thread(s)",
         "",
-        f"Test accuracy {100 * found['accuracy']:.2f}%. "
+        f"Test accuracy {100 * found['accuracy']:.2f}%; with int8 convolutions "
+        f"{100 * found['int8']['accuracy']:.2f}%, where some images take another route. "
         "Time ratios are to the dense network on the same engine, medians of models that took turns in one process; "
         "`spread` is the middle half of the rounds. "
         "`bar` is the executed FLOPs plus what is allowed for gates, gather and scatter.",

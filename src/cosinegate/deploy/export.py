@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate import console
 from cosinegate.commands import ExportConfig
 from cosinegate.config import require_positive
+from cosinegate.deploy.flops import dense_flops, executed_on
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
@@ -39,7 +41,7 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "export"
     if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not is_export(folder))):
-        raise UserError(f"folder = {folder}: is there and is no export; choose another")
+        raise UserError(f"folder = {folder}: is there and is no export; choose another, or remove it")
     require_exportable(trained.folded, trained.path)
     held_out = trained.held_out()
     if asked.budget is not None:
@@ -110,7 +112,8 @@ def _write(
         "specialised": changes,
         "tolerance": {"scores": CLOSE, "why": "BatchNorm is folded into float32 convolutions; int8 promises nothing"},
         "test_images": len(images),
-        "mean_gate": forms["runtime"].pop("mean_gate"),
+        "mean_gate": forms["runtime"]["mean_gate"],
+        "executed": forms["runtime"]["executed"],
         "forms": forms,
         "files": {path.name: _sha256(path) for path in sorted(folder.iterdir())},
         "provenance": provenance(),
@@ -119,7 +122,10 @@ def _write(
 
 def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, threads: int) -> dict[str, Any]:
     """Accuracy of every form, and how far its scores and its routes are from those of the trained network."""
-    scores, gates = eager_forward(trained, images)
+    with FlopCounterMode(display=False) as counter:
+        scores, gates = eager_forward(trained, images)
+    shape = trained.data.image_set.shape
+    own = counter.get_total_flops() / (len(images) * dense_flops(trained.eager, shape))
     array = images.contiguous().numpy()
     runtime = SkippingNetwork(trained.folded)
     runs: dict[str, Callable[[], tuple[np.ndarray, np.ndarray | None]]] = {
@@ -145,9 +151,9 @@ def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, thr
             "same_class": (theirs.argmax(1) == scores.argmax(1)).float().mean().item(),
             "same_route": 1 - routed_otherwise(gates, route),
             "largest_difference": (theirs - scores).abs().max().item(),
+            "mean_gate": route.float().mean().item(),
+            "executed": executed_on(trained.eager, shape, own, gates, route),
         }
-        if name == "runtime":
-            found[name]["mean_gate"] = runtime.gates.float().mean().item()
         if name != "int8.onnx":
             form = found[name]
             form["equal"] = form["same_class"] == form["same_route"] == 1 and form["largest_difference"] <= CLOSE
@@ -167,17 +173,18 @@ def show(card: dict[str, Any]) -> None:
             name,
             console.percent(form["accuracy"]),
             *(console.percent(form[key]) if key in form else "" for key in ("same_class", "same_route")),
+            *(f"{form[key]:.3f}" if key in form else "" for key in ("mean_gate", "executed")),
             f"{form['largest_difference']:.1e}" if "largest_difference" in form else "",
         )
         for name, form in card["forms"].items()
     ]
     console.show_table(
         f"{card['name']} on {card['test_images']} test images of {card['data']}",
-        ("form", "accuracy", "same class", "same route", "largest difference"),
+        ("form", "accuracy", "same class", "same route", "mean gate", "executed", "largest difference"),
         rows,
     )
     for name, form in card["forms"].items():
-        if form.get("equal") is False and not card["specialised"]:
+        if form.get("equal") is False and not (card["specialise"] and card["specialised"]):
             console.say(f"warning: {name} is not the trained network: a route, a class or a score differs")
     for change in card["specialised"]:
         console.say(
@@ -186,6 +193,8 @@ def show(card: dict[str, Any]) -> None:
         )
     if card["specialise"] and not card["specialised"]:
         console.say("no gate was the same for all calibration images: nothing to specialise")
+    lost = card["forms"]["trained"]["accuracy"] - card["forms"]["int8.onnx"]["accuracy"]
+    console.say(f"int8 costs {100 * lost:.2f} points of accuracy")
     console.say(f"mean gate {card['mean_gate']:.3f} over all blocks, of {card['checkpoint']}")
     console.say(f"written to {card['folder']}")
 

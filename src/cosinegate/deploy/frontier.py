@@ -20,9 +20,9 @@ from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import load_trained, run_folder_of
+from cosinegate.dynamic import DYNAMIC
 from cosinegate.errors import UserError
-from cosinegate.files import replacing, write_atomically
-from cosinegate.routing import DYNAMIC
+from cosinegate.files import replacing, require_writable, write_atomically
 
 plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
@@ -30,23 +30,27 @@ plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     """A point a budget, written to `frontier.json` and `figures/frontier.png` of the run."""
     require_positive(asked, "threads", "images")
-    if not asked.budgets:
+    if asked.budgets is not None and not asked.budgets:
         raise UserError("budgets = []: give at least one mean gate, as in budgets=[0.6,0.7]")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
-    for budget in asked.budgets:
+    least, most = trained.budgets()
+    budgets = asked.budgets or [round(most - (most - least) * part * 0.15, 3) for part in range(6)]
+    for budget in budgets:
         trained.check_budget(budget)
     folder = run_folder_of(trained.path)
     for place, good in ((folder / "figures", Path.is_dir), (folder / "frontier.json", Path.is_file)):
         if os.path.lexists(place) and not good(place):
             raise UserError(f"{place}: is in the way of what would be written")
+    for place in (folder, folder / "figures"):
+        require_writable(place)
     held_out = trained.held_out()
     images, labels = trained.data.whole_images("test", asked.images)
     dense = dense_flops(trained.eager, trained.data.image_set.shape)
     console.say(f"calibrating on {len(held_out)} {trained.held_out_words}; measuring on {len(images)} test images")
     points = []
-    for budget in sorted(asked.budgets):
+    for budget in sorted(budgets):
         trained.calibrate(budget, held_out)
         runtime = SkippingNetwork(trained.folded)
         scores = runtime(images)

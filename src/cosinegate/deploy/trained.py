@@ -18,6 +18,8 @@ from cosinegate.gates import PredictiveGate
 from cosinegate.networks import ResNet
 from cosinegate.record import found, read_record
 
+ROUNDING = 5e-4  # a budget is told with three digits
+
 
 @dataclass
 class Trained:
@@ -42,8 +44,8 @@ class Trained:
     def calibrate(self, budget: float, images: Tensor) -> list[float]:
         """Moves the thresholds so that the mean gate over all blocks is `budget` on these images; gives the shares."""
         self.check_budget(budget)
-        plan = self._plan
-        shares = plan.shares(budget, bounded=False)
+        plan, (least, most) = self._plan, self.budgets()
+        shares = plan.shares(min(max(budget, least), most), bounded=False)
         for place, gate in enumerate(self._gates):
             if not isinstance(gate.opening, Quantile):
                 gate.opening = Quantile(plan, place, temperature=1.0).eval()
@@ -55,10 +57,18 @@ class Trained:
         if not all(gate.ranks for gate in self._gates):
             kind = self.config.gate.kind.name
             raise UserError(f"budget = {budget}: gates of kind {kind} have no threshold that could be moved")
-        least = self._plan.free / (self._plan.free + sum(self._plan.costs))
-        if not least <= budget <= 1:
-            free = f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)}"
-            raise UserError(f"budget = {budget}: must lie from {least:.3f} to 1, for {free} blocks have no gate")
+        least, most = self.budgets()
+        if not least - ROUNDING <= budget <= most + ROUNDING:
+            why = [f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)} blocks have no gate"]
+            why += [f"{count} were never opened in training" for count in [sum(self._plan.never_opened())] if count]
+            raise UserError(f"budget = {budget}: must lie from {least:.3f} to {most:.3f}, for {' and '.join(why)}")
+
+    def budgets(self) -> tuple[float, float]:
+        """The least and the most that its gates can be calibrated to."""
+        plan = self._plan
+        opened = [cost for cost, never in zip(plan.costs, plan.never_opened(), strict=True) if not never]
+        total = plan.free + sum(plan.costs)
+        return plan.free / total, (plan.free + sum(opened)) / total
 
     @property
     def _plan(self) -> Budget:
