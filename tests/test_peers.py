@@ -11,7 +11,8 @@ from test_sweeps import plan
 
 from cosinegate import cli
 from cosinegate.analysis import peers
-from cosinegate.config import identity
+from cosinegate.analysis.runs import Configuration, Run
+from cosinegate.config import identity, run_folder
 from cosinegate.errors import UserError
 
 ROWS = {"resnet20", "static", "fixed", "aggressive", "balanced", "conservative", "balanced_novelty", "cir_only"}
@@ -32,9 +33,20 @@ def test_every_row_has_one_schedule_and_is_a_command_of_its_own(sweep, data, epo
         for c in (job.config for job in jobs)
     }
     assert protocol == {(data, "holdout", epochs, 0.1, 128, sweep)}
+    machines = ["threads=1", "trainer.enable_progress_bar=false", "runs_dir=/tmp/elsewhere"]
     for job in jobs[::4]:
-        alone = config(*(word for word in job.overrides if not word.startswith("+sweeps=")))
-        assert identity(alone) == identity(job.config)
+        point = [word for word in job.overrides if not word.startswith("+sweeps=")]
+        by_sweep, alone = [*job.overrides, *machines], [*point, f"sweep={sweep}", *machines]
+        told = {command_for(words) for words in (by_sweep, alone)}
+        assert told == {shlex.join(["python", "src/train.py", *point, "seed=0"])}
+        again = config(*shlex.split(told.pop())[2:])
+        assert run_folder(again) == run_folder(job.config) == run_folder(config(*alone[:-1]))
+
+
+def command_for(overrides: list[str], **changes) -> str:
+    """What the table says of a run that was told these words."""
+    record = {"seed": 0, "overrides": overrides} | changes
+    return peers.command_of(Configuration([Run(Path("x"), record, {})]))
 
 
 def test_the_schedule_of_all_rows_is_the_command_lines():
@@ -118,11 +130,10 @@ def test_records_become_a_table_with_ratios_to_the_dense_network_and_the_papers_
     assert "SLAT, 92.1% at 0.750" in text  # quoted, and no row is of it
 
 
-def test_a_run_of_another_sweep_has_the_command_that_made_it(runs):
-    write(runs, "other", "random", 0.5, overrides=["+sweeps=quick", "seed=0"], command="src/train.py -m +sweeps=quick")
-    (rows,) = peers.families(peers.find_runs([runs], print), "mflops").values()
-    found = {one.first["experiment"]: peers.command_of(one) for one in rows}
-    assert found["other"] == "python src/train.py -m +sweeps=quick"
+def test_a_run_of_another_sweep_has_the_command_that_made_it():
+    made = "src/train.py -m +sweeps=quick seed=range(3) data.root=/mine threads=1 hydra.launcher.n_jobs=2"
+    for overrides in (["+sweeps=quick", "seed=0"], None):  # older records have none
+        assert command_for(overrides, command=made) == "python src/train.py -m +sweeps=quick seed=range(3)"
 
 
 def test_without_runs_the_table_says_what_makes_some(tmp_path):

@@ -15,6 +15,7 @@ from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import Configuration, Family, families, find_runs
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.commands import TableConfig
+from cosinegate.config import NOT_IDENTITY
 from cosinegate.console import say
 from cosinegate.errors import UserError
 from cosinegate.files import replacing, write_atomically
@@ -31,7 +32,6 @@ QUOTES = {  # how the paper's names for a row begin, by ours
     "mnist": {"mnist": "MNIST", "balanced": "MNIST"},
 }
 POINTS_ALONE = ("+sweeps=peers", "+sweeps=peers_mnist")  # their jobs are commands of their own
-NOT_TOLD = (*POINTS_ALONE, "trainer.enable_progress_bar=", "runs_dir=", "threads=", "seed=")
 UNKNOWN = "-"
 
 
@@ -79,14 +79,23 @@ def quotes(one: Configuration) -> list[Quoted]:
 
 
 def command_of(one: Configuration) -> str:
-    """What trains the row, and nothing else."""
+    """What trains the row on any machine, whether a sweep or a command of its own has trained it."""
     record, seeds = one.first, sorted(run.record["seed"] for run in one.runs)
     told = record.get("overrides")
-    if told is None or not set(POINTS_ALONE) & set(told):
-        return f"python {record.get('command', UNKNOWN)}"
-    kept = [word for word in told if not word.startswith(NOT_TOLD)]
+    if told is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in told):
+        return " ".join(["python", *(word for word in record.get("command", UNKNOWN).split() if not _is_machines(word))])
+    kept = [word for word in told if word not in POINTS_ALONE and _key(word) != "seed" and not _is_machines(word)]
     several = ["-m"] if len(seeds) > 1 else []
     return shlex.join(["python", "src/train.py", *several, *kept, f"seed={','.join(map(str, seeds))}"])
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def _is_machines(word: str) -> bool:
+    """Whether it says where and how a run is kept or shown, and nothing of what it computes."""
+    return _key(word).startswith("hydra") or _key(word) in set(NOT_IDENTITY) - {"name", "seed"}
 
 
 def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
