@@ -25,9 +25,7 @@ CASES = {
     "skipnet by reward": "reinforce",
     "skipnet_recurrent": "two_sided",
     "attention": "dynconv",
-    "controller_only": "flops",
     "random": "plain",
-    "constant": "two_sided",
     "drop": "plain",
 }
 IMAGES = 11  # the first of two processes has one more
