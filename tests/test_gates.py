@@ -289,6 +289,10 @@ def test_random_gates_keep_their_rate_on_real_images_and_know_neither_batch_nor_
     moved = some.clone()
     moved[:, 0, 4, 4] += 1 / 16
     assert (fingerprint(some) != fingerprint(moved)).all()
+    with torch.no_grad():
+        gates = build_network(chosen("random", "gate.rate=0.4")).eval()(x).routing.gates.double()
+    assert (gates.mean(0) - 0.4).abs().max() < 4 * math.sqrt(0.4 * 0.6 / len(x))
+    assert len(gates.unique(dim=0)) == 2**6  # every block by a draw of its own
 
 
 def test_random_gates_draw_anew_in_training_at_their_rate():
@@ -304,6 +308,7 @@ def test_stochastic_depth_keeps_its_mean_and_drops_more_with_depth():
     keep = torch.linspace(0.9, 0.4, 6)
     torch.testing.assert_close((gates > 0).float().mean(0), keep, atol=0.06, rtol=0)
     torch.testing.assert_close(gates.mean(0), torch.ones(6), atol=0.15, rtol=0)
+    assert (network.eval()(images(256)).routing.gates == 1).all()
 
 
 def test_the_recurrent_gates_cell_is_an_lstms():
