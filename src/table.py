@@ -1,5 +1,6 @@
 """Every gate beside the others, into results/peers.md and a figure: `python src/table.py`, or `make table`."""
 
+import shlex
 import sys
 
 from omegaconf import DictConfig
@@ -12,7 +13,7 @@ def task(config: DictConfig) -> None:
     require(config)
     from cosinegate.analysis.peers import table
 
-    table(config, " ".join(sys.argv))
+    table(config, shlex.join(sys.argv))
 
 
 if __name__ == "__main__":

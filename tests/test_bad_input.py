@@ -130,13 +130,14 @@ def data_folders(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with three trained runs and everything that is wrong with what others could look like."""
+    """A folder with four trained runs and everything that is wrong with what others could look like."""
     folder = tmp_path_factory.mktemp("world")
     short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "callbacks.curves=null"]
     for name, words in {
         "good": ["+experiment=digits_predictive"],
         "dense": ["+experiment=digits", "gate=none"],
         "exact": ["+experiment=digits"],
+        "random": ["+experiment=digits", "gate=random", "objective=plain"],
     }.items():
         train(config(*words, *short, f"run_dir={folder / name}"))
     checkpoints(folder / "good" / "checkpoints" / "last.ckpt", folder / "ckpt")
@@ -191,6 +192,14 @@ CASES = [  # the command line, what the line says, and the environment
     ("train trainer.devices=1.5", "trainer.devices"),
     ("train trainer.devices=100000", "trainer.devices"),
     ("train logger=wandb +logger.wandb.api_key=0123456789abcdef", "a secret has no place in a config"),
+    # gates and networks
+    ("train gate=skipnets", "gate/skipnets"),
+    ("train gate.kind=skipnets", "skipnet_recurrent"),
+    ("train network=resnet21", "network/resnet21"),
+    ("train network.torchvision=vgg16", "resnet18"),
+    ("train gate=random gate.rate=1.5", "gate.rate = 1.5: must be above 0 and at most 1"),
+    ("train gate=aig gate.start=1", "gate.start"),
+    (f"{DIGITS} gate=fixed", "gate.pattern"),
     # what only the built objects can know
     (f"{DIGITS} trainer=gpu", "accelerator=gpu"),
     (f"{DIGITS} trainer.accelerator=abacus", "accelerator=abacus"),
@@ -257,6 +266,9 @@ CASES = [  # the command line, what the line says, and the environment
     # deployment
     ("export run=dense", "a dense network has no gates"),
     ("export run=exact", "train with gate=predictive"),
+    ("export run=random", "it cannot be exported"),
+    ("benchmark run=random", "it cannot be exported"),
+    ("calibrate run=random", "gates of kind random have no threshold"),
     ("export run=good budget=nan", "budget = nan"),
     ("export run=good tolerance=0.7", "tolerance = 0.7"),
     ("export run=good folder=theirs", "is there and is no export"),

@@ -210,3 +210,34 @@ def test_exporting_again_replaces_the_export_and_nothing_else(run, exported, tmp
     assert json.loads((folder / "card.json").read_text())["budget"] == 0.6
     assert card["mean_gate"] == pytest.approx(0.6, abs=0.08)
     assert not list(tmp_path.glob(".again*"))
+
+
+def other(folder: Path, gate: str, objective: str) -> Path:
+    """A short run of another paper's gate."""
+    short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=4", "callbacks.curves=null"]
+    train(config("+experiment=digits", f"gate={gate}", f"objective={objective}", *short, f"run_dir={folder}"))
+    return folder
+
+
+def test_another_papers_gate_is_exported_and_calibrated_by_the_same_commands(tmp_path):
+    run = other(tmp_path, "aig", "per_block")
+    card = ask("export", f"run={run}", "budget=0.7", "images=64", "threads=1")
+    assert set(card["forms"]) == {"trained", "runtime", "branch.onnx", "batch.onnx", "int8.onnx"}
+    for name in ("runtime", "branch.onnx", "batch.onnx"):
+        form = card["forms"][name]
+        assert form["same_class"] == form["same_route"] == 1
+        assert form["largest_difference"] < 1e-4
+    assert 0 < card["mean_gate"] < 1
+    ask("calibrate", f"run={run}", "budgets=[0.7,1.0]", "threads=1")
+    cheaper, whole = json.loads((run / "frontier.json").read_text())["points"]
+    assert cheaper["counted"] == pytest.approx(0.7, abs=0.08)
+    assert cheaper["executed"] < whole["executed"] == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_gate_with_memory_is_timed_by_the_same_command(tmp_path):
+    run = other(tmp_path, "skipnet_recurrent", "two_sided")
+    few = ("batches=[1]", "images=4", "rounds=1", "threads=1", "compile=false")
+    ask("benchmark", f"run={run}", "budget=0.7", f"folder={run}/time", *few)
+    rows = json.loads((run / "time" / "benchmark.json").read_text())["rows"]
+    assert {row["model"] for row in rows} == {"dense", "skipping"}
+    assert all(row["ms_per_image"] > 0 for row in rows)

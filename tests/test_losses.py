@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cosinegate.choices import Sided, Target
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output, Routing
 from cosinegate.objective import Objective, bounds_at
+from cosinegate.record import read_metrics
 from cosinegate.run import train
 
 WEIGHTS = [3.0, 1.0, 2.0, 4.0]
@@ -143,24 +145,26 @@ def test_reinforce_teaches_gates_to_skip_what_does_not_help():
 
 
 def test_the_stage_of_reward_begins_at_its_epoch_with_gates_that_are_sampled(tmp_path, monkeypatch):
-    seen, step = [], LitCosineGate.training_step
+    seen, rewards, step = [], [], LitCosineGate.training_step
 
     def watched(self, batch, batch_idx):
         found = step(self, batch, batch_idx)
         logits, gates = found["output"].routing.logits, found["output"].routing.gates
         by_threshold = torch.equal(gates, (logits > 0).to(gates.dtype))
         seen.append((self.objective.sampled, by_threshold))
+        rewards.append(found["losses"].reward.item())
         return found
 
     monkeypatch.setattr(LitCosineGate, "training_step", watched)
     short = ["data=digits", "network.depth=8", "network.width=4", "threads=1", "trainer.max_epochs=2"]
     short += [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
-    train(
-        config(
-            "gate=skipnet", "objective=reinforce", "objective.reinforce.start_epoch=1", *short, f"runs_dir={tmp_path}"
-        )
-    )
+    by_reward = ["gate=skipnet", "objective=reinforce", "objective.reinforce.start_epoch=1"]
+    chosen = config(*by_reward, *short, f"runs_dir={tmp_path}")
+    train(chosen)
     assert seen == [(False, True)] * 2 + [(True, False)] * 2
+    logged = [row["train/loss_reward"] for row in read_metrics(Path(chosen.run_dir)).values()]
+    assert logged == pytest.approx([0.0, sum(rewards[2:]) / 2])
+    assert rewards[2] != 0
 
 
 def test_a_penalty_without_a_stage_of_reward_samples_nothing():

@@ -1,18 +1,23 @@
 """Peers and controls under one protocol: the sweep's rows, and the table of them."""
 
+import itertools
 import json
-import re
 import shlex
+import shutil
+import statistics
+import subprocess
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
-from conftest import ROOT, config
+from conftest import ROOT, assert_one_line, config, process
+from matplotlib.text import Text
 from test_sweeps import plan
 
 from cosinegate import cli
 from cosinegate.analysis import peers
-from cosinegate.config import identity
-from cosinegate.errors import UserError
+from cosinegate.analysis.runs import Configuration, Run
+from cosinegate.config import identity, run_folder
 
 ROWS = {"resnet20", "static", "fixed", "aggressive", "balanced", "conservative", "balanced_novelty", "cir_only"}
 ROWS |= {"controller_only", "aig", "skipnet", "skipnet_recurrent", "attention", "random", "constant", "drop"}
@@ -32,9 +37,20 @@ def test_every_row_has_one_schedule_and_is_a_command_of_its_own(sweep, data, epo
         for c in (job.config for job in jobs)
     }
     assert protocol == {(data, "holdout", epochs, 0.1, 128, sweep)}
-    for job in jobs[::4]:
-        alone = config(*(word for word in job.overrides if not word.startswith("+sweeps=")))
-        assert identity(alone) == identity(job.config)
+    machines = ["threads=1", "trainer.enable_progress_bar=false", "runs_dir=/tmp/elsewhere"]
+    for job in jobs[::6]:
+        point = [word for word in job.overrides if not word.startswith("+sweeps=")]
+        by_sweep, alone = [*job.overrides, *machines], [*point, f"sweep={sweep}", *machines]
+        told = {command_for(words) for words in (by_sweep, alone)}
+        assert told == {shlex.join(["python", "src/train.py", *point, "seed=0"])}
+        again = config(*shlex.split(told.pop())[2:])
+        assert run_folder(again) == run_folder(job.config) == run_folder(config(*alone[:-1]))
+
+
+def command_for(overrides: list[str], **changes) -> str:
+    """What the table says of a run that was told these words."""
+    record = {"seed": 0, "overrides": overrides} | changes
+    return peers.command_of(Configuration([Run(Path("x"), record, {})]))
 
 
 def test_the_schedule_of_all_rows_is_the_command_lines():
@@ -118,24 +134,77 @@ def test_records_become_a_table_with_ratios_to_the_dense_network_and_the_papers_
     assert "SLAT, 92.1% at 0.750" in text  # quoted, and no row is of it
 
 
-def test_a_run_of_another_sweep_has_the_command_that_made_it(runs):
-    write(runs, "other", "random", 0.5, overrides=["+sweeps=quick", "seed=0"], command="src/train.py -m +sweeps=quick")
-    (rows,) = peers.families(peers.find_runs([runs], print), "mflops").values()
-    found = {one.first["experiment"]: peers.command_of(one) for one in rows}
-    assert found["other"] == "python src/train.py -m +sweeps=quick"
+def test_a_run_of_another_sweep_has_the_command_that_made_it():
+    made = "src/train.py -m +sweeps=quick seed=range(3) data.root=/mine threads=1 hydra.launcher.n_jobs=2"
+    for overrides in (["+sweeps=quick", "seed=0"], None):  # older records have none
+        assert command_for(overrides, command=made) == "python src/train.py -m +sweeps=quick seed=range(3)"
 
 
-def test_without_runs_the_table_says_what_makes_some(tmp_path):
-    (tmp_path / "runs").mkdir()
+def test_the_names_of_rows_near_each_other_do_not_lie_on_each_other():
+    figure, axis = plt.subplots(figsize=(10, 7))
+    places = [(name, 1.0 + i / 500, 88 + i % 3 / 20) for i, name in enumerate(sorted(ROWS))]  # all in one corner
+    axis.plot(*zip(*((x, y) for _, x, y in places), (0.5, 20), strict=True), "o")
+    figure.draw_without_rendering()
+    labels = peers.name_points(axis, places)
+    assert {label.get_text() for label in labels} == ROWS
+    boxes = [Text.get_window_extent(label) for label in labels]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(axis.bbox.containsx(x) and axis.bbox.containsy(y) for box in boxes for x, y in box.corners())
+    plt.close(figure)
+
+
+TINY = ["data=digits", "network.depth=8", "network.width=4", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
+TINY += ["trainer.limit_val_batches=1", "callbacks.curves=null"]
+
+
+def test_runs_of_a_sweep_and_of_single_commands_become_one_table_through_the_commands(tmp_path):
+    sweep = ["hydra.sweeper.points=[['gate=random','objective=plain','name=random','+protocol=peers']]", "seed=0,1"]
+    single = ["+experiment=resnet20", "+protocol=peers", "sweep=peers", "trainer.enable_progress_bar=false"]
+    for words in (["-m", "+sweeps=peers", *sweep], single):
+        trained = process("src/train.py", *words, *TINY, "threads=1", f"runs_dir={tmp_path}/runs")
+        assert trained.returncode == 0, trained.stderr
+    kept = tmp_path / "results" / "peers"  # as records are committed: without the runs' other files
+    for record in (tmp_path / "runs").rglob("record.json"):
+        (kept / record.parent.name).mkdir(parents=True)
+        shutil.copy(record, kept / record.parent.name)
+    done = process(str(ROOT / "src" / "table.py"), "sweep=null", "runs=[results/peers]", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["written", "results/peers.md", "written", "results/peers.png"]
+    assert (tmp_path / "results" / "peers.png").read_bytes().startswith(b"\x89PNG")
+    rows = rows_of((tmp_path / "results" / "peers.md").read_text())
+    tiny = " ".join(TINY)
+    assert {name: row["command"] for name, row in rows.items()} == {
+        "random": f"`python src/train.py -m {tiny} gate=random objective=plain name=random +protocol=peers seed=0,1`",
+        "resnet20": f"`python src/train.py +experiment=resnet20 +protocol=peers {tiny} seed=0`",
+    }
+    records = [json.loads(path.read_text()) for path in kept.rglob("record.json")]
+    accuracies = [record["accuracy"]["test"] for record in records if record["gate"] == "random"]
+    mean, std = statistics.fmean(accuracies), statistics.stdev(accuracies)
+    assert rows["random"]["test accuracy"] == f"{100 * mean:.2f}% ± {100 * std:.2f}%"
+    assert (rows["random"]["seeds"], rows["resnet20"]["seeds"]) == ("2", "1")
+    assert (rows["resnet20"]["executed"], rows["resnet20"]["gate"]) == ("1.000", "dense")
+    assert float(rows["random"]["executed"].split()[0]) == pytest.approx(0.7, abs=0.06)
+    assert tuple(rows["random"]) == peers.COLUMNS
+
+
+def test_without_runs_the_table_says_what_makes_some_and_writes_nothing(tmp_path):
+    (tmp_path / "empty").mkdir()
     for asked, words in (
-        ([f"runs_dir={tmp_path}/runs"], "sweep = peers: not started yet"),
-        (["sweep=null", f"runs=[{tmp_path}/runs]"], r"no finished run in .*\+sweeps=peers"),
+        ("runs_dir=empty", "sweep = peers: not started yet"),
+        ("sweep=null runs=[empty]", "no finished run in empty"),
     ):
-        with pytest.raises(UserError, match=words):
-            peers.table(cli.compose(*asked, f"path={tmp_path}/x.md", config_name="table"), "src/table.py")
-    assert not (tmp_path / "x.md").exists()
+        done = process(str(ROOT / "src" / "table.py"), *asked.split(), cwd=tmp_path)
+        assert_one_line(done, words, "python src/train.py -m +sweeps=peers")
+        assert done.returncode == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_make_has_a_target_for_it():
-    text = (ROOT / "Makefile").read_text()
-    assert re.search(r"^table: setup ## .*\n\t\$\(BIN\)/python src/table.py", text, re.M)
+def test_make_table_asks_for_a_sweep_or_for_folders_of_records():
+    for words, told in {
+        "": "src/table.py",
+        "SWEEP=peers_mnist": "src/table.py sweep=peers_mnist",
+        "RUNS=results/peers": "src/table.py sweep=null 'runs=[results/peers]'",
+    }.items():
+        command = ["make", "--dry-run", "--old-file=.venv/ready", "table", *words.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == f".venv/bin/python {told}"

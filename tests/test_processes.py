@@ -1,12 +1,13 @@
 """Two gloo processes on the CPU against one process with the same global batch."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import process
+from conftest import process, started
 from torch import nn
 
 from cosinegate.data.loader import Augmentation, EpochOrder, Normalisation, TrainLoader
@@ -86,6 +87,17 @@ def test_calibrated_gates_take_the_quantile_of_the_global_batch(tmp_path):
     one, two = (trained(tmp_path / str(n), n, *exact, experiment="digits_predictive")[0] for n in (1, 2))
     assert_same_curves(one, two, 1e-6)
     assert read_metrics(one)[2]["gates/mean"] == pytest.approx(0.75, abs=0.06)
+
+
+def test_every_gate_learns_in_two_processes_what_it_learns_in_one(tmp_path):
+    places = [(0, 1), (0, 2), (1, 2)]
+    commands = [started("tests/one_of_several.py", f"{rank}", f"{world}", str(tmp_path)) for rank, world in places]
+    for command in commands:
+        assert command.wait() == 0, command.errors()
+    one, *two = (json.loads((tmp_path / f"{rank}of{world}.json").read_text()) for rank, world in places)
+    for case, losses in one.items():
+        together = [(a + b) / 2 for a, b in zip(two[0][case], two[1][case], strict=True)]
+        assert together == pytest.approx(losses, rel=1e-9), case
 
 
 @pytest.mark.parametrize("size", [24, 23, 9])

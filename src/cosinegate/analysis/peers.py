@@ -3,18 +3,21 @@
 What was measured here and what the paper quotes stand in columns of their own.
 """
 
+import itertools
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from cosinegate.analysis.pareto import spread, title
 from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import Configuration, Family, families, find_runs
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.commands import TableConfig
+from cosinegate.config import NOT_IDENTITY
 from cosinegate.console import say
 from cosinegate.errors import UserError
 from cosinegate.files import replacing, write_atomically
@@ -22,6 +25,8 @@ from cosinegate.files import replacing, write_atomically
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
 
 COLUMNS = ("row", "gate", "seeds", "test accuracy", "counted", "executed", "dynamic blocks", "distinct paths")
 COLUMNS += ("latency ratio", "parameters", "paper: accuracy", "paper: counted", "command")
@@ -31,17 +36,21 @@ QUOTES = {  # how the paper's names for a row begin, by ours
     "mnist": {"mnist": "MNIST", "balanced": "MNIST"},
 }
 POINTS_ALONE = ("+sweeps=peers", "+sweeps=peers_mnist")  # their jobs are commands of their own
-NOT_TOLD = (*POINTS_ALONE, "trainer.enable_progress_bar=", "runs_dir=", "threads=", "seed=")
 UNKNOWN = "-"
+HINT = "python src/train.py -m +sweeps=peers trains some"
 
 
 def table(config: TableConfig, command: str) -> None:
     """Writes `results/<sweep>.md` and a figure beside it, from the records of the runs."""
-    folders = chosen_folders(config)
-    runs = find_runs(folders, lambda words: print(words, file=sys.stderr))
+    folders = chosen_folders(config, HINT)
+    skipped: list[str] = []
+    runs = find_runs(folders, skipped.append)
     if not runs:
-        raise UserError(f"no finished run in {config.sweep or config.runs}: python src/train.py -m +sweeps=peers")
-    path = Path(config.path or f"results/{config.sweep or 'peers'}.md")
+        where = f"the sweep {config.sweep}" if config.sweep else ", ".join(map(str, folders))
+        raise UserError(f"no finished run in {where}{''.join(f' ({words})' for words in skipped[:1])}: {HINT}")
+    for words in skipped:
+        print(words, file=sys.stderr)
+    path = Path(config.path or f"results/{config.sweep or _name(folders)}.md")
     found = families(runs, "mflops")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +60,11 @@ def table(config: TableConfig, command: str) -> None:
         raise UserError(f"path = {path}: cannot be written: {error.strerror}") from error
     for written in (path, path.with_suffix(".png")):
         say(f"written  {written}")
+
+
+def _name(folders: list[Path]) -> str:
+    """Of the table: a folder of records is the table's own, as results/peers is."""
+    return folders[0].resolve().name if len(folders) == 1 else "peers"
 
 
 def reference(rows: list[Configuration]) -> Configuration | None:
@@ -79,14 +93,24 @@ def quotes(one: Configuration) -> list[Quoted]:
 
 
 def command_of(one: Configuration) -> str:
-    """What trains the row, and nothing else."""
+    """What trains the row on any machine, whether a sweep or a command of its own has trained it."""
     record, seeds = one.first, sorted(run.record["seed"] for run in one.runs)
     told = record.get("overrides")
-    if told is None or not set(POINTS_ALONE) & set(told):
-        return f"python {record.get('command', UNKNOWN)}"
-    kept = [word for word in told if not word.startswith(NOT_TOLD)]
+    if told is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in told):
+        made = [word for word in record.get("command", UNKNOWN).split() if not _is_machines(word)]
+        return " ".join(["python", *made])
+    kept = [word for word in told if word not in POINTS_ALONE and _key(word) != "seed" and not _is_machines(word)]
     several = ["-m"] if len(seeds) > 1 else []
     return shlex.join(["python", "src/train.py", *several, *kept, f"seed={','.join(map(str, seeds))}"])
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def _is_machines(word: str) -> bool:
+    """Whether it says where and how a run is kept or shown, and nothing of what it computes."""
+    return _key(word).startswith("hydra") or _key(word) in set(NOT_IDENTITY) - {"name", "seed"}
 
 
 def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
@@ -161,23 +185,53 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
         plt.Line2D([], [], color="black", marker="s", linestyle="", label="dense"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.draw_without_rendering()  # from now on points have their places
+    for axis, rows in zip(axes[0], found.values(), strict=True):
+        name_points(axis, _places(rows))
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=130)
     plt.close(figure)
 
 
-def _draw_family(axis: Axes, rows: list[Configuration]) -> None:
+def _places(rows: list[Configuration]) -> list[tuple[str, float, float]]:
+    """Name, cost and accuracy in percent of every row's point."""
     to = reference(rows)
-    for one in rows:
-        (accuracy, error), (cost, _), (counted, _) = one.accuracy(), executed(one, to), one.cost("counted")
+    return [(one.first["experiment"], executed(one, to)[0], 100 * one.accuracy()[0]) for one in rows]
+
+
+def _draw_family(axis: Axes, rows: list[Configuration]) -> None:
+    for one, (_, cost, accuracy) in zip(rows, _places(rows), strict=True):
+        error, counted = one.accuracy()[1], one.cost("counted")[0]
         colour = "black" if one.is_dense else "C0"
         if not one.is_dense:
-            axis.plot([counted, cost], [100 * accuracy] * 2, color=colour, alpha=0.25, linewidth=1)
-            axis.plot(counted, 100 * accuracy, "o", color=colour, fillstyle="none", alpha=0.5)
+            axis.plot([counted, cost], [accuracy] * 2, color=colour, alpha=0.25, linewidth=1)
+            axis.plot(counted, accuracy, "o", color=colour, fillstyle="none", alpha=0.5)
         bar = None if error is None else 100 * error
-        axis.errorbar(cost, 100 * accuracy, yerr=bar, fmt="s" if one.is_dense else "o", color=colour, capsize=3)
-        axis.annotate(
-            one.first["experiment"], (cost, 100 * accuracy), textcoords="offset points", xytext=(6, 3), fontsize=8
-        )
+        axis.errorbar(cost, accuracy, yerr=bar, fmt="s" if one.is_dense else "o", color=colour, capsize=3)
     axis.margins(x=0.15)
     axis.grid(alpha=0.3)
+
+
+def name_points(axis: Axes, places: list[tuple[str, float, float]]) -> list[Annotation]:
+    """Each name beside its point, or as near as leaves every point and every other name free."""
+    renderer = axis.figure.canvas.get_renderer()
+    points = axis.transData.transform([place[1:] for place in places])
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
+    line = {"arrowstyle": "-", "linewidth": 0.5, "alpha": 0.5, "shrinkA": 0, "shrinkB": 3}
+    words = {"textcoords": "offset points", "va": "center", "fontsize": 8, "arrowprops": line}
+    found = []
+    for name, x, y in sorted(places, key=lambda place: (-place[2], place[1])):
+        label = axis.annotate(name, (x, y), xytext=(0, 0), **words)
+        for up, side in itertools.product(sorted(range(-396, 397, 6), key=abs), ("left", "right")):
+            label.set(position=(9 if side == "left" else -9, up), ha=side)
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)  # of the words without the line
+            if (
+                not any(map(box.overlaps, taken))
+                and np.all(axis.bbox.min < box.min)
+                and np.all(box.max < axis.bbox.max)
+            ):
+                break
+        taken.append(box)
+        found.append(label)
+    return found

@@ -74,8 +74,8 @@ def show_runs(runs: list[Run]) -> None:
         show(family, plots.mark(configurations, "counted"), "counted")
 
 
-def chosen_folders(config: DictConfig) -> list[Path]:
-    """The folders that `runs` names, or those of the runs of a sweep."""
+def chosen_folders(config: DictConfig, hint: str = HINT) -> list[Path]:
+    """The folders that `runs` names, or those of the runs of a sweep; `hint` says what would make some."""
     if config.sweep is None:
         names = [config.runs] if isinstance(config.runs, str) else config.runs
         if not names or (not OmegaConf.is_list(names) and not isinstance(names, list)):
@@ -84,7 +84,7 @@ def chosen_folders(config: DictConfig) -> list[Path]:
             raise UserError(f"runs = {config.runs}: must be the names of folders")
         missing = [name for name in names if not Path(name).is_dir()]
         if missing:
-            raise UserError(f"runs = {missing[0]}: no such folder" + (f": {HINT}" if len(names) == 1 else ""))
+            raise UserError(f"runs = {missing[0]}: no such folder" + (f": {hint}" if len(names) == 1 else ""))
         return [Path(name) for name in names]
     if not is_plain_name(config.sweep):
         raise UserError(f"sweep = {config.sweep}: must be a sweep's name")
@@ -92,7 +92,7 @@ def chosen_folders(config: DictConfig) -> list[Path]:
     try:
         listed = read_json(path)
     except FileNotFoundError as error:
-        raise UserError(f"sweep = {config.sweep}: not started yet ({path} would list it): {HINT}") from error
+        raise UserError(f"sweep = {config.sweep}: not started yet ({path} would list it): {hint}") from error
     runs = listed.get("runs") if isinstance(listed, dict) else None
     if not isinstance(runs, list) or not all(isinstance(run, str) for run in runs):
         raise UserError(f"{path} cannot be read: it lists no runs")
