@@ -101,7 +101,8 @@ class Budget(nn.Module):
     def _by_price(self, mean: float, low: float, high: float, may_open: list[bool]) -> list[float]:
         known = self.recent[:, : self.seen.min()].double().cpu()
         costs = torch.tensor(self.costs, dtype=known.dtype)
-        prices = known / (costs / costs.mean())[:, None]  # of what F costs: by its FLOPs, where those are what counts
+        dear = (costs / costs.mean())[:, None]  # of what F costs: by its FLOPs, where those are what counts
+        prices = known - dear.log() if self.credit is Credit.change else known / dear
 
         def at(price: Tensor) -> Tensor:
             return (prices > price).double().mean(1).clamp(low, high) * torch.tensor(may_open)

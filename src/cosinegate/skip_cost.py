@@ -17,6 +17,7 @@ from cosinegate.choices import Credit
 from cosinegate.networks import Output, ResidualBlock, ResNet
 
 PART = 2  # one of so many samples of a batch is measured
+SMALL = 1e-3  # a divergence below which the prediction is as good as unmoved
 
 
 @contextmanager
@@ -65,10 +66,12 @@ def priced_places(network: ResNet) -> list[int]:
 
 
 def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> tuple[Output, Tensor]:
-    """A pass, and the error of the logits of one of the blocks, by γ, as guesses of the cost; averaged over all blocks.
+    """A pass, and the error of the logits of one of the blocks, by γ, as guesses of the cost.
 
     The block is drawn by chance. Of large costs the logarithm counts, and of large errors the size instead of its
-    square: before a network has learned anything, costs are anything.
+    square: before a network has learned anything, costs are anything. A cost in the loss is mostly noise, so its error
+    is averaged over all blocks. A change of the prediction is not, and of small ones the logarithm counts too: those
+    are what parts the images that can do without F.
     """
     running = [place for place in places if not network.blocks[place].gate.opening.is_closed]
     place = (running or places)[torch.randint(len(running or places), ())]
@@ -79,4 +82,6 @@ def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -
     cost = skip_cost(network, place, kept[0][part], output.routing.gates[part].detach(), target[part], credit)
     price = logits[part, place] / network.blocks[place].gate.gamma.detach().abs()
     others = 0.0 * logits[:, places].sum()  # gates that are not drawn have a gradient too, as several processes want it
+    if credit is Credit.change:
+        return output, F.smooth_l1_loss(price, (cost + SMALL).log()) + others
     return output, F.smooth_l1_loss(price, torch.asinh(cost)) / len(places) + others
