@@ -116,18 +116,21 @@ def test_gates_that_are_not_drawn_have_a_gradient_of_zero(rng):
     assert sum(bool(gradient.any()) for gradient in gradients) == 1
 
 
-def test_the_error_is_of_the_logit_by_gamma(rng):
-    network = trained_a_little(rng)
+@pytest.mark.parametrize("credit", [Credit.cost, Credit.change])
+def test_the_error_is_of_the_logit_by_gamma(credit, rng):
+    network = trained_a_little(rng, f"gate.quantile.credit={credit.name}")
     x, target = batch(64, rng)
     kept = []
     hook = network.blocks[3].register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     output, error = priced(network, [3, 3], x, target)
     hook.remove()
-    cost = skip_cost(network, 3, kept[0].detach(), output.routing.gates.detach(), target)
+    cost = skip_cost(network, 3, kept[0].detach(), output.routing.gates.detach(), target, credit)
     price = output.routing.logits[:, 3] / network.blocks[3].gate.gamma
-    off = (price - torch.asinh(cost))[::2].abs()
+    learned = torch.asinh(cost) if credit is Credit.cost else torch.log(cost + 0.001)
+    off = (price - learned)[::2].abs()
     one = torch.where(off < 1, off.square() / 2, off - 0.5).mean()
-    torch.testing.assert_close(error, one / 2)  # averaged over both blocks, of which one was drawn
+    # a cost is averaged over both blocks, of which one was drawn
+    torch.testing.assert_close(error, one / 2 if credit is Credit.cost else one)
 
 
 def test_other_gates_are_not_priced():
