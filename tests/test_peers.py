@@ -83,7 +83,7 @@ def write(root: Path, name: str, gate: str, accuracy: float, seed: int = 0, late
         "paths": 17,
         "blocks_open": [0.7] * 9,
         "parameters": 270_000,
-        "latency_ms": latency,
+        "latency": None if latency is None else {"batch": 1, "engine": "torch", "time_ratio": latency},
         "command": "src/train.py -m +sweeps=peers",
         "overrides": ["+sweeps=peers", f"gate={gate}", "objective=plain", f"name={name}", f"seed={seed}", "threads=1"],
     } | changes
@@ -95,11 +95,11 @@ def write(root: Path, name: str, gate: str, accuracy: float, seed: int = 0, late
 @pytest.fixture
 def runs(tmp_path) -> Path:
     root = tmp_path / "runs"
-    write(root, "resnet20", "none", 0.90, latency=2.0)
+    write(root, "resnet20", "none", 0.90, latency=1.0)
     write(root, "static", "none", 0.89, network="resnet2-2-3-w16", dense_per_image=60_000_000)
     for seed, accuracy in enumerate((0.88, 0.90)):
         write(root, "random", "random", accuracy, seed, executed=0.71)
-    write(root, "balanced", "cosine", 0.87, executed=1.006, latency=2.5)
+    write(root, "balanced", "cosine", 0.87, executed=1.006, latency=1.25)
     return root
 
 

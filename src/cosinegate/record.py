@@ -35,6 +35,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("latency_ms", "images_per_second", "seconds", "paths"), (0, 1e12)),
     "epochs.planned": (1, 10**9),
     "flops.dense_per_image": (0, 1e18),
+    "latency.time_ratio": (0, 1e6),
     "seed": (0, 2**32 - 1),
     "skip_percent": (-1, 101),  # with room for rounding
 }

@@ -19,8 +19,10 @@ from cosinegate.analysis.tables import chosen_folders
 from cosinegate.commands import TableConfig
 from cosinegate.config import NOT_IDENTITY
 from cosinegate.console import say
+from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.files import replacing, write_atomically
+from cosinegate.record import found
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -29,7 +31,7 @@ from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 COLUMNS = ("row", "gate", "seeds", "test accuracy", "counted", "executed", "dynamic blocks", "distinct paths")
-COLUMNS += ("latency ratio", "parameters", "paper: accuracy", "paper: counted", "command")
+COLUMNS += ("skipped by routing", "latency ratio", "parameters", "paper: accuracy", "paper: counted", "command")
 QUOTES = {  # how the paper's names for a row begin, by ours
     "cifar10": {"resnet20": "ResNet-20", "skipnet": "SkipNet"}
     | {name: name for name in ("aggressive", "balanced", "conservative")},
@@ -115,7 +117,7 @@ def _is_machines(word: str) -> bool:
 
 def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
     """The row by column."""
-    record, latency = one.first, ratio(one, to, "latency")
+    record, latency = one.first, _time_ratio(one)
     said = [(q.name.partition(", ")[2], q) for q in quotes(one)]
     values: dict[str, Any] = {
         "row": record["experiment"],
@@ -126,6 +128,9 @@ def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
         "executed": spread(executed(one, to), lambda v: f"{v:.3f}"),
         "dynamic blocks": f"{_mean(one, 'dynamic_blocks'):.3g} of {len(record['blocks_open'])}",
         "distinct paths": f"{_mean(one, 'paths'):.3g}",
+        "skipped by routing": spread(
+            one.over_seeds(lambda run: routed_percent(run.record["blocks_open"])), lambda v: f"{v:.1f}%"
+        ),
         "latency ratio": UNKNOWN if latency is None else spread(latency, lambda v: f"{v:.2f}"),
         "parameters": f"{record['parameters']:,}" if "parameters" in record else UNKNOWN,
         "paper: accuracy": "; ".join(f"{100 * q.accuracy:.1f}% {when}".strip() for when, q in said) or UNKNOWN,
@@ -139,6 +144,13 @@ def _gate(record: dict[str, Any]) -> str:
     if record["gate"] != "cosine":
         return "dense" if record["gate"] == "none" else record["gate"]
     return "predictive" if record.get("signal") == "predicted" else f"cosine, {record.get('polarity', UNKNOWN)}"
+
+
+def _time_ratio(one: Configuration) -> tuple[float, float | None] | None:
+    """To the dense network that was timed in the same minutes; milliseconds of different minutes are not compared."""
+    if any(found(run.record, "latency.time_ratio") is None for run in one.runs):
+        return None
+    return one.over_seeds(lambda run: run.record["latency"]["time_ratio"])
 
 
 def _mean(one: Configuration, key: str) -> float:
@@ -159,8 +171,10 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             "",
             "Measured: test accuracy with hard gates, mean ± standard deviation where there are seeds, best first; "
             "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
-            f"gates included, over those of {base}, and latency (batch 1, where `src/benchmark.py` has measured it) "
-            "over the same. A block is dynamic that 5 to 95% of the images compute.",
+            f"gates included, over those of {base}; latency is the time of one image over the dense network's on the "
+            "same engine, where `src/benchmark.py` has measured it. A block is dynamic that 5 to 95% of the images "
+            "compute; what such blocks skip, in percent of all blocks' work as the paper counts it, is skipped by "
+            "routing, the rest of 1 - counted by blocks that are closed for all.",
             "",
             "Quoted, not measured: the columns `paper:` are the paper's own figures, of ResNet-20 on its schedule.",
         ]
