@@ -1,6 +1,5 @@
 """Faults that end a run, made for real: it says why in one line, loses nothing that was saved, and goes on."""
 
-import contextlib
 import os
 import random
 import resource
@@ -20,7 +19,7 @@ from cosinegate.config import run_folder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import NotFinite, UserError
 from cosinegate.lit import LitCosineGate
-from cosinegate.record import read_metrics, read_record
+from cosinegate.record import read_record
 from cosinegate.seal import is_intact
 from cosinegate.stop import Stopped
 
@@ -208,27 +207,6 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_checkpoint_and_one_line(aga
     assert read_record(folder)["status"] == "failed"
     assert not list(folder.rglob("*.part"))
     ends_as_if_nothing_had_happened()
-
-
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_one_line(disk, monkeypatch):
-    filler = disk / "filler"
-
-    def fill():
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(b"0" * 4096):
-                pass
-
-    with monkeypatch.context() as patched:
-        at_epoch(patched, 1, fill)
-        with pytest.raises(UserError, match="No space left on device"):
-            start(disk, "soft")
-    folder = folder_in(disk)
-    assert is_intact(folder / "checkpoints" / "last.ckpt")
-    assert read_record(folder)["epochs"]["done"] == 1  # the last one that could be written
-    assert sorted(read_metrics(folder)) == [1]
-    assert not list(folder.rglob("*.part"))
-    filler.unlink()
-    assert read_record(start(disk, "soft"))["status"] == "finished"
 
 
 def test_a_read_only_folder_is_answered_with_one_line_and_nothing_is_lost(disk, monkeypatch):

@@ -122,6 +122,7 @@ BAD = [
     (["+sweeps=wandb"], ["wandb sweep sweeps/wandb.yaml"]),
     (["+experiment=digits", "seed=range(0,0)"], ["seed=range(0,0)", "an empty grid"]),
     (["+experiment=digits", "objective.tau=0.5,0.6"], ["objective.tau: no such key"]),
+    (["seed=-1,-2"], ["seed = -1: must be", "nor can the other 1 of the 2 jobs run"]),
     (["+experiment=digits", "seed=0,1", "trainer=ddp"], ["trainer.devices = 2", "multirun", "one by one"]),
     (["+experiment=digits", "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], ["n_jobs = 0"]),
 ]
