@@ -1,6 +1,5 @@
 """Faults that befall a command while it runs: its exit code, its one line, what it leaves, and that it goes on."""
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -16,16 +15,6 @@ CUT += ["trainer.limit_test_batches=1", "data.batch_size=32", "data.eval_batch_s
 CUT += ["callbacks.curves=null", "+callbacks.fault._target_=faults.Befalls"]
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 IN_TESTS = {"PYTHONPATH": str(ROOT / "tests")}
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A file system of 4 MiB of its own, gone with what was mounted in it."""
-    mounted = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]
-    if os.getuid() != 0 or subprocess.run(mounted, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs to mount a file system")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def repair(folder: Path, fault: str) -> None:

@@ -6,12 +6,11 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT, config
+from conftest import config, started
 from test_resume import KINDS, TINY, assert_same_run, start, stop_at
 
 from cosinegate.callbacks import run_record
@@ -63,22 +62,6 @@ def again(whole):
         assert_same_run(finished, start(root, "soft"))
 
     return root, ends_as_if_nothing_had_happened
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A file system of 4 MiB of its own."""
-    mounted = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]
-    if os.getuid() != 0 or subprocess.run(mounted, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs to mount a file system")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
-
-
-def started(*command):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, **pipes)
 
 
 def test_sigterm_saves_inside_the_epoch_and_exits_with_143(tmp_path):
@@ -300,11 +283,11 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_jobs_save(tmp_path):
     running = started("src/train.py", "-m", *jobs)
     begun = set()
     while len(begun) < 2:
-        time.sleep(0.2)
+        time.sleep(0.05)
         begun = {path for path in tmp_path.glob("digits/*/record.json") if read_record(path.parent)["first_step_at"]}
         assert running.poll() is None
     running.send_signal(signal.SIGTERM)
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate()
     assert running.returncode == 143
     assert errors.splitlines()[-1] == "stopped (SIGTERM): start the same command again to go on"
     for path in begun:
