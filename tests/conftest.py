@@ -60,3 +60,13 @@ def assert_one_line(done: subprocess.CompletedProcess, *fragments: str) -> None:
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(7)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 4 MiB of its own, gone with what was mounted in it."""
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]
+    if os.getuid() != 0 or subprocess.run(mounted, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs to mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)

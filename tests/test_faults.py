@@ -1,18 +1,16 @@
 """Faults that end a run, made for real: it says why in one line, loses nothing that was saved, and goes on."""
 
-import contextlib
 import os
 import random
 import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT, config
+from conftest import config, started
 from test_resume import KINDS, TINY, assert_same_run, start, stop_at
 
 from cosinegate.callbacks import run_record
@@ -20,7 +18,7 @@ from cosinegate.config import run_folder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import NotFinite, UserError
 from cosinegate.lit import LitCosineGate
-from cosinegate.record import read_metrics, read_record
+from cosinegate.record import read_record
 from cosinegate.seal import is_intact
 from cosinegate.stop import Stopped
 
@@ -64,22 +62,6 @@ def again(whole):
         assert_same_run(finished, start(root, "soft"))
 
     return root, ends_as_if_nothing_had_happened
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A file system of 4 MiB of its own."""
-    mounted = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]
-    if os.getuid() != 0 or subprocess.run(mounted, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs to mount a file system")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
-
-
-def started(*command):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, **pipes)
 
 
 def test_sigterm_saves_inside_the_epoch_and_exits_with_143(tmp_path):
@@ -210,27 +192,6 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_checkpoint_and_one_line(aga
     ends_as_if_nothing_had_happened()
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_one_line(disk, monkeypatch):
-    filler = disk / "filler"
-
-    def fill():
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(b"0" * 4096):
-                pass
-
-    with monkeypatch.context() as patched:
-        at_epoch(patched, 1, fill)
-        with pytest.raises(UserError, match="No space left on device"):
-            start(disk, "soft")
-    folder = folder_in(disk)
-    assert is_intact(folder / "checkpoints" / "last.ckpt")
-    assert read_record(folder)["epochs"]["done"] == 1  # the last one that could be written
-    assert sorted(read_metrics(folder)) == [1]
-    assert not list(folder.rglob("*.part"))
-    filler.unlink()
-    assert read_record(start(disk, "soft"))["status"] == "finished"
-
-
 def test_a_read_only_folder_is_answered_with_one_line_and_nothing_is_lost(disk, monkeypatch):
     def remount(mode):
         subprocess.run(["mount", "-o", f"remount,{mode}", disk], check=True)
@@ -322,11 +283,11 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_jobs_save(tmp_path):
     running = started("src/train.py", "-m", *jobs)
     begun = set()
     while len(begun) < 2:
-        time.sleep(0.2)
+        time.sleep(0.05)
         begun = {path for path in tmp_path.glob("digits/*/record.json") if read_record(path.parent)["first_step_at"]}
         assert running.poll() is None
     running.send_signal(signal.SIGTERM)
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate()
     assert running.returncode == 143
     assert errors.splitlines()[-1] == "stopped (SIGTERM): start the same command again to go on"
     for path in begun:

@@ -5,10 +5,10 @@ import os
 import time
 from pathlib import Path
 
-import lightning.pytorch as L
 import pytest
 from conftest import ROOT, config, process
 from omegaconf import OmegaConf
+from resident import Taken
 
 from cosinegate.run import train
 
@@ -54,22 +54,11 @@ def test_ten_thousand_records_are_read_and_plotted_in_ten_seconds(tmp_path):
     assert used < 10
 
 
-class Resident(L.Callback):
-    """MiB that the process holds after every epoch."""
-
-    def __init__(self) -> None:
-        self.after: dict[int, float] = {}
-
-    def on_train_epoch_end(self, trainer, pl_module) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.after[trainer.current_epoch + 1] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def test_a_run_holds_flat_memory_over_its_epochs(tmp_path, monkeypatch):
     """Validation's feature maps are of the size that leaves holes between blocks in use."""
-    resident = Resident()
-    monkeypatch.setattr("cosinegate.run.EpochLine", lambda job: resident)
+    taken = Taken()
+    monkeypatch.setattr("cosinegate.run.EpochLine", lambda job: taken)
     cut = ["trainer.max_epochs=20", "trainer.limit_train_batches=6", "network.width=48", "data.eval_batch_size=350"]
     train(config("+experiment=digits", "network.depth=20", "threads=1", *cut, f"runs_dir={tmp_path}"))
-    print({epoch: round(size) for epoch, size in resident.after.items()})
-    assert resident.after[20] - resident.after[5] < 8
+    print({epoch: round(size) for epoch, size in taken.after.items()})
+    assert taken.after[20] - taken.after[5] < 8

@@ -1,7 +1,9 @@
 """The real CIFAR-10 and MNIST, fetched, verified and trained on: `make test-data`."""
 
+import json
+
 import pytest
-from conftest import process
+from conftest import ROOT, process
 
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.sources import load
@@ -34,3 +36,15 @@ def test_a_few_steps_on_the_real_set_learn(experiment, tmp_path):
     assert record["accuracy"]["test"] > (0.2 if experiment == "conservative" else 0.5)
     assert record["flops"]["executed"] >= 1.0
     assert record["peak_memory_mib"] < 3 * 1024
+
+
+def test_a_cifar10_run_holds_flat_memory_over_its_epochs(tmp_path):
+    cut = ["trainer.max_epochs=20", "trainer.limit_train_batches=6", "trainer.limit_val_batches=2"]
+    cut += ["trainer.limit_test_batches=1", "data.batch_size=32", "threads=1", f"runs_dir={tmp_path}"]
+    command = ["src/train.py", "+experiment=balanced", *cut, "+callbacks.taken._target_=resident.Taken"]
+    done = process(*command, afresh=True, PYTHONPATH=f"{ROOT}/src:{ROOT}/tests")
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("balanced/*/memory.json")
+    after = {int(epoch): size for epoch, size in json.loads(path.read_text()).items()}
+    print({epoch: round(size, 1) for epoch, size in after.items()})
+    assert after[20] - after[2] < 8  # where freed memory is not given back after every epoch: 157

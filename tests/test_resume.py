@@ -2,13 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, config, process
+from conftest import config, process, started
 
 from cosinegate.config import run_folder
 from cosinegate.lit import LitCosineGate
@@ -121,19 +119,12 @@ def test_two_processes_stop_together_and_end_as_if_they_never_had(tmp_path):
     assert whole.returncode == 0, whole.stderr
     (folder,) = (tmp_path / "digits").iterdir()
     finished = folder.rename(tmp_path / "whole")
-    running = subprocess.Popen(
-        [sys.executable, "src/train.py", *words],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    running = started("src/train.py", *words)
     for line in running.stdout:
         if line.startswith("epoch 1/"):
             break
     running.send_signal(signal.SIGTERM)  # the first process alone
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate()
     assert running.returncode == 143, errors
     assert read_record(folder)["status"] == "stopped"
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)

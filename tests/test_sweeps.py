@@ -18,6 +18,7 @@ from wandb.sdk.launch.sweeps import utils as wandb_sweeps
 from cosinegate import cli, sweep
 from cosinegate.config import identity, leaves, primitives
 from cosinegate.errors import UserError
+from cosinegate.lock import is_locked
 from cosinegate.loggers import wandb_logger
 from cosinegate.record import read_metrics, read_record, write_record
 
@@ -122,6 +123,7 @@ BAD = [
     (["+sweeps=wandb"], ["wandb sweep sweeps/wandb.yaml"]),
     (["+experiment=digits", "seed=range(0,0)"], ["seed=range(0,0)", "an empty grid"]),
     (["+experiment=digits", "objective.tau=0.5,0.6"], ["objective.tau: no such key"]),
+    (["seed=-1,-2"], ["seed = -1: must be", "nor can the other 1 of the 2 jobs run"]),
     (["+experiment=digits", "seed=0,1", "trainer=ddp"], ["trainer.devices = 2", "multirun", "one by one"]),
     (["+experiment=digits", "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], ["n_jobs = 0"]),
 ]
@@ -223,10 +225,11 @@ def test_a_killed_parallel_sweep_leaves_no_process_behind(tmp_path):
     until(lambda: len(list(tmp_path.glob("*/*/checkpoints/last.ckpt"))) == 2, running)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    time.sleep(3)
-    reached = [record.read_text() for record in tmp_path.glob("*/*/record.json")]
-    time.sleep(2)
-    assert [record.read_text() for record in tmp_path.glob("*/*/record.json")] == reached
+    folders, deadline = [path.parent for path in tmp_path.glob("*/*/record.json")], time.monotonic() + 30
+    while any(map(is_locked, folders)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_locked, folders))  # nobody trains there
+    assert [read_record(folder)["status"] for folder in folders] == ["stopped"] * 2
 
 
 def test_a_failure_stops_and_hides_nothing_and_is_tried_again(tmp_path):

@@ -4,17 +4,26 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, process
+from conftest import ROOT, assert_one_line, process
 
 from cosinegate.dashboard import build_workspace
+from cosinegate.record import read_record
 
 
 def read_back(folder: Path) -> list[dict]:
     """What an offline run holds, as W&B's own tool reads it."""
     (run,) = folder.glob("wandb/offline-run-*")
+    return inspected(run)
+
+
+def inspected(run: Path) -> list[dict]:
     wandb = Path(sys.executable).with_name("wandb")
     done = subprocess.run([wandb, "leet", "inspect", "--json", run], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def histories(entries: list[dict]) -> list[dict]:
+    return [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +44,7 @@ CURVES |= {"flops/executed", *(f"gates/block_{b:02d}" for b in range(3)), *(f"ci
 
 def test_a_run_has_every_curve_and_picture(logged):
     folder, entries = logged
-    items = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
+    items = histories(entries)
     names = {name for item in items for name in item}
     assert names >= CURVES
     for name in CURVES:
@@ -63,7 +72,7 @@ def test_gate_curves_have_the_epoch_axis_and_the_summary_holds_the_best(logged):
     assert {axis[name] for name in ("gates/*", "cir/*", "flops/*", "train/*", "val/acc")} == {"epoch"}
     (best,) = [metric for metric in metrics if metric.get("name") == "val/acc"]
     assert best["summary"] == {"max": True}
-    items = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
+    items = histories(entries)
     lr = {item["epoch"]: item["schedule/lr"] for item in items if "schedule/lr" in item}
     assert lr == pytest.approx({0: 0.1, 1: 0.05})
 
@@ -93,3 +102,33 @@ def _ys(panel) -> list:
 
 def test_a_dashboard_without_an_account_says_what_it_needs():
     assert_one_line(process("src/dashboard.py", afresh=True), "wandb login")
+
+
+TINY = ["+experiment=digits", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "threads=1"]
+TINY += ["data.batch_size=8", "data.eval_batch_size=64", "trainer.limit_test_batches=1", "callbacks.curves=null"]
+TINY += ["logger=wandb", "+callbacks.fault._target_=faults.Befalls"]
+IN_TESTS = {"PYTHONPATH": str(ROOT / "tests")}
+
+
+def test_a_resumed_run_goes_on_under_its_id(tmp_path):
+    command = ["src/train.py", *TINY, "trainer.max_epochs=2", f"runs_dir={tmp_path}"]
+    stopped = process(*command, **IN_TESTS, FAULT="SIGTERM")
+    assert stopped.returncode == 143, stopped.stderr
+    (folder,) = (tmp_path / "digits").iterdir()
+    done = process(*command, **IN_TESTS)
+    assert done.returncode == 0, done.stderr
+    parts = [inspected(path) for path in sorted(folder.glob("wandb/offline-run-*"))]
+    ids = [entry["run"]["run_id"] for part in parts for entry in part if entry["type"] == "run"]
+    assert ids == [f"digits-{folder.name}"] * 2
+    assert [[item["epoch"] for item in histories(part) if "train/loss" in item] for part in parts] == [[0], [1]]
+
+
+def test_a_server_that_does_not_answer_leaves_the_run_offline(tmp_path):
+    nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "1"}
+    done = process("src/train.py", *TINY, "trainer.max_epochs=1", f"runs_dir={tmp_path}", **IN_TESTS, **nobody)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("W&B")]
+    assert said == ["W&B cannot be reached (CommError): the run is kept offline"]
+    (folder,) = (tmp_path / "digits").iterdir()
+    assert read_record(folder)["status"] == "finished"
+    assert [item["epoch"] for item in histories(read_back(folder)) if "train/loss" in item] == [0]

@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 import cosinegate.commands  # noqa: F401  the schemas that conf/ names
 from cosinegate.config import SWEEPS
-from cosinegate.errors import UserError
+from cosinegate.errors import NotFinite, UserError
 from cosinegate.files import write_atomically
 from cosinegate.orphans import end_with
 from cosinegate.stop import Stopped
@@ -42,6 +42,7 @@ EXIT_MISTAKE = 2
 # what lightning and OpenMP read as numbers, some of them while they are imported
 RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "JSM_NAMESPACE_RANK")
 RANKS += ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # of another process, as gloo says it
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -69,6 +70,8 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
                 raise UserError(why_it_ended(error, config)) from None
             if isinstance(error, UserError | OmegaConfBaseException | OSError):
                 end(error)
+            if _says_nothing() and isinstance(error, RuntimeError) and any(words in str(error) for words in LOST):
+                sys.exit(1)  # the first process has ended and said why
             raise
 
     check_surroundings()
@@ -155,6 +158,8 @@ def compose(*overrides: str, config_name: str = "train") -> DictConfig:
 
 def end(error: Exception) -> NoReturn:
     """Ends the program with one line about a person's mistake."""
+    if isinstance(error, NotFinite) and _says_nothing():  # all processes have it
+        sys.exit(0)
     print(f"error: {one_line(error)}", file=sys.stderr)
     sys.exit(EXIT_MISTAKE)
 
@@ -164,10 +169,17 @@ def end_interrupted() -> NoReturn:
 
 
 def _end_stopped(stopped: Stopped) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        sys.exit(0)  # of several processes the first one says it; lightning kills it where another one ends with a code
+    if _says_nothing():
+        sys.exit(0)
     print(f"stopped ({stopped.reason}): start the same command again to go on", file=sys.stderr)
     sys.exit(stopped.code)
+
+
+def _says_nothing() -> bool:
+    """Of several processes that end together the first one says why, and has the exit code: where another one ends with
+    a code, lightning kills the first.
+    """
+    return int(os.environ.get("LOCAL_RANK", 0)) > 0
 
 
 def one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -51,6 +52,8 @@ class CarefulWandb(WandbLogger):
             except Exception as error:
                 say(f"W&B cannot be reached ({type(error).__name__}): the run is kept offline")
                 self._wandb_init["mode"] = "offline"
+                with contextlib.suppress(Exception):
+                    sys.modules["wandb"].teardown()  # its service holds the run's id for the attempt that failed
         with self.trying():
             return super().experiment
 

@@ -102,8 +102,10 @@ def plan(
             _check(job.config)
         except (HydraException, OmegaConfBaseException, UserError) as error:
             job.error = one_line(error)
-    if jobs and all(job.error for job in jobs) and len({job.error for job in jobs}) == 1:
-        raise UserError(jobs[0].error)
+    if jobs and all(job.error for job in jobs):
+        alike = len({job.error for job in jobs}) == 1
+        others = "" if alike else f" (nor can the other {len(jobs) - 1} of the {len(jobs)} jobs run)"
+        raise UserError(jobs[0].error + others)
     jobs = _distinct(jobs)
     for number, job in enumerate(jobs, 1):
         job.number = number
