@@ -25,7 +25,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             stored = torch.load(path, map_location="cpu", weights_only=True)
         config, weights = stored["hyper_parameters"], stored["state_dict"]
     except UNREADABLE as error:
-        raise UserError(f"{path} is not a checkpoint of this program: {first_line(error)}") from error
+        raise UserError(f"{path} is damaged, or not a checkpoint of this program: {first_line(error)}") from error
     if not isinstance(config, dict) or not isinstance(weights, dict):
         raise UserError(f"{path} is not a checkpoint of this program")
     check_plain(config, path, resolved=True)

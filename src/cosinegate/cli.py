@@ -57,6 +57,9 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         composed = True
         if os.getppid() == started_by:  # a worker of a parallel sweep
             end_with(started_by)
+        sweeps = next((word for word in sys.argv if word.startswith("hydra.sweeper.")), None)
+        if sweeps is not None and current_job() is None:
+            end(UserError(f"{sweeps}: is for a multirun, and this would train one run; add -m"))
         try:
             return task(config)
         except Stopped as stopped:
@@ -210,7 +213,8 @@ def _words(error: BaseException) -> str:
         return ": ".join(filter(None, [cause.full_key, words]))
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override}: not Hydra's grammar: {str(error.__cause__ or error).split(' See ')[0].splitlines()[0]}"
+            f"{error.override}: not Hydra's grammar, which is key=value: "
+            f"{str(error.__cause__ or error).split(' See ')[0].splitlines()[0]}"
         )
     return str(error).split("Config search path:")[0].split("Search path:")[0]
 

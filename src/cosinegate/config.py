@@ -170,6 +170,8 @@ def validate(config: DictConfig) -> None:
             f"trainer.check_val_every_n_epoch = {config.trainer.check_val_every_n_epoch}: "
             f"must be at most trainer.max_epochs = {config.trainer.max_epochs}"
         )
+    if config.objective.reinforce.weight > 0 and config.gate.kind is GateKind.none:
+        raise UserError("objective.reinforce.weight: a dense network has no gates that could learn from a reward")
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
     if len(config.data.mean) != len(config.data.std):

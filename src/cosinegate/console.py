@@ -53,7 +53,8 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
         (
             "dynamic blocks",
             f"{record['dynamic_blocks']} of {len(record['blocks_open'])}",
-            f"open for 5-95% of the images; they skip {routed_percent(record['blocks_open']):.1f} of those percent",
+            f"open for 5-95% of the images; {routed_percent(record['blocks_open']):.1f} of the "
+            f"{record['skip_percent']:.1f}% are skipped there",
         ),
         ("distinct paths", str(record["paths"]), "sets of open blocks"),
         ("images/s", f"{record['images_per_second']:.0f}", f"training; {record['seconds']:.0f} s in all"),

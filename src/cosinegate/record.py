@@ -52,6 +52,8 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except UserError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise UserError(f"{folder}: cannot be a run's folder, for a part of that path is a file") from error
         raise UserError(f"{error}; {AWAY}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise UserError(f"{path} is not a run record of format {FORMAT}; {AWAY}")

@@ -31,6 +31,7 @@ class RunRecord(AtEpochStart):
         """Marks the folder as this run's before anything else is written there. `before` is what it held."""
         self.seconds_before = (before or {}).get("seconds", 0.0)
         self.started = (before or {}).get("started", now())
+        self.first_step_at = (before or {}).get("first_step_at")
         self.begin = time.monotonic()
         self.record |= {"status": "running", "started": self.started} | provenance()
         self._write(trainer)

@@ -138,4 +138,7 @@ def show(found: dict[str, Any]) -> None:
     ]
     columns = ("budget", "accuracy", "shuffled", "rounded", "counted", "executed", "dynamic", "paths", "open by block")
     console.show_table(f"{found['checkpoint']}, calibrated on {found['calibrated_on']}", columns, rows)
+    console.say(
+        "shuffled: with the gates of another image; rounded: every block as most images have it, for all images"
+    )
     console.say(f"figure  {found['figure']}")

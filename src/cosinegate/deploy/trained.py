@@ -59,9 +59,10 @@ class Trained:
             raise UserError(f"budget = {budget}: gates of kind {kind} have no threshold that could be moved")
         least, most = self.budgets()
         if not least - ROUNDING <= budget <= most + ROUNDING:
-            why = [f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)} blocks have no gate"]
-            why += [f"{count} were never opened in training" for count in [sum(self._plan.never_opened())] if count]
-            raise UserError(f"budget = {budget}: must lie from {least:.3f} to {most:.3f}, for {' and '.join(why)}")
+            why = f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)} blocks have no gate"
+            never = sum(self._plan.never_opened())
+            why += f", and {never} were never opened in training" if never else ""
+            raise UserError(f"budget = {budget}: must lie from {least:.3f} to {most:.3f}; {why}")
 
     def budgets(self) -> tuple[float, float]:
         """The least and the most that its gates can be calibrated to."""
