@@ -212,7 +212,7 @@ def test_a_read_only_folder_is_answered_with_one_line_and_nothing_is_lost(disk, 
 def test_a_clock_that_goes_back_changes_nothing(again, monkeypatch):
     root, ends_as_if_nothing_had_happened = again
     hours = iter(range(23, -1, -1))
-    monkeypatch.setattr(run_record, "_now", lambda: f"2026-01-01T{next(hours):02d}:00:00+00:00")
+    monkeypatch.setattr(run_record, "now", lambda: f"2026-01-01T{next(hours):02d}:00:00+00:00")
     now, begin = time.time, time.time()
     monkeypatch.setattr(time, "time", lambda: 2 * begin - now())
     with monkeypatch.context() as patched:
