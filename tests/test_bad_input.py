@@ -220,7 +220,7 @@ CASES = [  # the command line, what the line says, and the environment
     (f"{DIGITS} +logger.mine._target_=builtins.dict", "is no lightning Logger"),
     (f"{DIGITS} logger=wandb logger.wandb.mode=sometimes", "logger.wandb.mode"),
     # paths, and the folder of a run
-    (f"{DIGITS} runs_dir=file", "file"),
+    (f"{DIGITS} runs_dir=file", "a part of that path is a file"),
     (f"{DIGITS} run_dir=file", "file"),
     (f"{DIGITS} run_dir=loop", "loop"),
     (f"{DIGITS} run_dir=dense", "holds a run of another config"),
@@ -258,7 +258,7 @@ CASES = [  # the command line, what the line says, and the environment
     ("export run=ckpt/hollow.ckpt", "does not hold the network"),
     ("evaluate run=ckpt/version.ckpt", "another version"),
     ("evaluate run=ckpt/kind.ckpt", "another version"),
-    ("evaluate run=ckpt/lacking.ckpt", "another version"),
+    ("evaluate run=ckpt/lacking.ckpt", "Missing key"),
     ("evaluate run=ckpt/nan.ckpt", "finite"),
     ("export run=ckpt/asks.ckpt", "${oc.env:HOME}"),
     ("calibrate run=ckpt/circle.ckpt", "too deep"),

@@ -11,12 +11,12 @@ import pytest
 import torch
 from test_predictive import images, small, thresholds_at_half
 
-from cosinegate.deploy.benchmark import compiled_form
 from cosinegate.deploy.folded import folded, without_gates
 from cosinegate.deploy.int8 import write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, quietly, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import routed_otherwise, settled, specialise
+from cosinegate.deploy.ways import compiled_form
 from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
 

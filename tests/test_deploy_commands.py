@@ -10,7 +10,7 @@ import torch
 from conftest import config, process
 
 from cosinegate.deploy.benchmark import benchmark
-from cosinegate.deploy.export import export
+from cosinegate.deploy.export import export, show
 from cosinegate.deploy.frontier import forced, frontier
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import is_the_records, load_trained
@@ -70,6 +70,16 @@ def test_export_writes_every_form_and_compares_it_on_the_whole_test_set(run, exp
     assert (int8["executed"] - card["executed"]) * (int8["mean_gate"] - card["mean_gate"]) >= 0
     for fragment in ("branch.onnx", "int8.onnx", "same route", str(folder)):
         assert fragment in words
+
+
+def test_a_form_that_is_not_the_trained_network_is_told(exported, capsys):
+    card = json.loads((exported[1] / "card.json").read_text()) | {"folder": "there"}
+    card["specialised"] = [{"block": 3, "done": "removed", "otherwise": 0.0}]  # by an infinite threshold, unasked
+    show(card)
+    assert "is not the trained network" not in capsys.readouterr().out
+    card["forms"]["batch.onnx"]["equal"] = False
+    show(card)
+    assert "batch.onnx is not the trained network" in capsys.readouterr().out
 
 
 def test_the_exported_weights_are_the_network(run, exported):

@@ -108,7 +108,7 @@ JSON = st.recursive(
 )
 
 
-def read_all(folder: Path) -> None:
+def assert_every_reader_answers(folder: Path) -> None:
     """Every reader of a record: an answer or a UserError, and what is found can be compared and written."""
     lines: list[str] = []
     runs = find_runs([folder], lines.append)
@@ -124,7 +124,7 @@ def read_all(folder: Path) -> None:
 @given(content=JSON)
 def test_any_json_is_a_record_or_passed_over_with_a_line(tmp_path, content):
     (tmp_path / "record.json").write_text(json.dumps(content))
-    read_all(tmp_path)
+    assert_every_reader_answers(tmp_path)
 
 
 @few(100)
@@ -137,7 +137,7 @@ def test_any_value_in_a_record_is_taken_or_passed_over_with_a_line(tmp_path, key
         node = node[parent]
     node[last] = value
     (tmp_path / "record.json").write_text(json.dumps(record))
-    read_all(tmp_path)
+    assert_every_reader_answers(tmp_path)
     run = next(iter(find_runs([tmp_path], lambda line: None)), None)
     if run is not None:
         assert math.isfinite(run.accuracy)

@@ -243,3 +243,15 @@ def test_after_training_prices_alone_decide(rng):
     tau = made.free / (made.free + sum(made.costs)) + 1.5 * made.costs[0] / (made.free + sum(made.costs))
     assert made.shares(tau, bounded=False) == pytest.approx([1.0, 0.5, 0.0], abs=0.01)
     assert made.shares(tau) == pytest.approx([0.9, 0.5, 0.1], abs=0.01)
+
+
+def test_logarithms_of_changes_are_shared_out_as_the_changes_would_be(rng):
+    changes, costs = (
+        torch.rand(3, 400, generator=rng) + torch.tensor([[0.3], [0.0], [0.1]]),
+        torch.tensor((0.1, 0.2, 0.15)),
+    )
+    made = [Budget(0.7, costs, 0.2, Sharing.network, credit, 0.0, 1.0) for credit in (Credit.cost, Credit.change)]
+    for place in range(3):
+        made[0].remember(place, changes[place])
+        made[1].remember(place, changes[place].log())
+    assert made[0].shares(0.6) == pytest.approx(made[1].shares(0.6), abs=1e-3)

@@ -1,12 +1,9 @@
 """Times the deployed forms of a run against the dense network in its fastest form, in one process, taking turns."""
 
 import json
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,13 @@ from cosinegate.commands import BenchmarkConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.benchmark_table import as_markdown, draw
 from cosinegate.deploy.flops import dense_flops, executed_on, forward_flops
-from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
-from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
-from cosinegate.deploy.kernels import kernel_times
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
+from cosinegate.deploy.folded import folded, without_gates
+from cosinegate.deploy.int8 import CALIBRATION_IMAGES
+from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import settled
 from cosinegate.deploy.trained import Trained, chosen_path, is_the_records, load_trained, run_folder_of
+from cosinegate.deploy.ways import IMAGES_A_ROUND, Model, Run, Ways
 from cosinegate.errors import UserError
 from cosinegate.evaluate import load_checkpoint
 from cosinegate.files import require_writable, write_atomically
@@ -35,12 +32,9 @@ from cosinegate.lock import is_locked, locked
 from cosinegate.record import now, provenance, read_record, write_record
 from cosinegate.run import network_name
 
-MICRO_BATCHES = (32, 64, 128)
 ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs
 MANY = 64
-IMAGES_A_ROUND = 64
 PAUSE = 0.03  # seconds: threads that wait for work keep a core busy for a while, and would slow the next engine down
-INT8 = ("dense", "skipping")  # the two that the run is about
 LATENCY_BATCH = 1  # what `latency_ms` of the record is measured at
 
 
@@ -61,23 +55,6 @@ class Row:
     bar: float | None
     met: bool | None
     ways: dict[str, float]  # ms an image of every way
-
-
-@dataclass
-class Model:
-    """A network to time, with its FLOPs over the dense network's."""
-
-    network: FoldedNetwork
-    counted: float
-    executed: float
-    folder: Path | None  # of the run that its latency belongs to
-
-    @property
-    def skips(self) -> bool:
-        return any(block.head is not None for block in self.network.blocks)
-
-
-Run = Callable[[Tensor], Any]
 
 
 def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
@@ -139,99 +116,6 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     draw(found, folder / "benchmark.png")
     _into_records(models, rows, asked.threads)
     return found | {"folder": str(folder)}
-
-
-class Ways:
-    """Every model, with the ways in which it can be run at a batch size."""
-
-    def __init__(
-        self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int, compiles: bool
-    ) -> None:
-        self.models, self.threads, self.images, self.compiles = models, threads, images, compiles
-        self.scratch = scratch
-        shape = tuple(images.shape[1:])
-        console.say("exporting to ONNX")
-        for name, model in models.items():
-            write_onnx(BatchForm(model.network), scratch / f"{name}.onnx", shape, one_image=False)
-            write_onnx(BranchForm(model.network), scratch / f"{name}-one.onnx", shape, one_image=True)
-            if name in INT8:
-                write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])
-        self.sessions = {
-            (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
-        }
-        self.pool = ThreadPoolExecutor(threads)
-
-    def at(self, batch: int) -> dict[tuple[str, str], dict[str, Run]]:
-        """By (model, engine), by the way's name."""
-        ways: dict[tuple[str, str], dict[str, Run]] = {}
-        for name, model in self.models.items():
-            compiled = {} if model.skips or not self.compiles else compiled_form(model.network, self.images[:batch])
-            ways[name, "torch"] = self._torch(model.network, batch) | compiled
-            ways[name, "onnxruntime"] = self._onnx(name, batch) | self._one_by_one(f"{name}-one", batch)
-            if (f"{name}-int8", 1) in self.sessions:
-                ways[name, "onnxruntime int8"] = self._onnx(f"{name}-int8", batch)
-        return ways
-
-    def kernels(self, batch: int, images: Tensor) -> dict[str, dict[str, float]]:
-        """Of the dense and the skipping network on onnxruntime: ms an image by kind of operator."""
-        some = images[: max(batch, IMAGES_A_ROUND)].contiguous().numpy()
-        files = {name: f"{name}-one.onnx" if batch == 1 else f"{name}.onnx" for name in ("dense", "skipping")}
-        return {name: kernel_times(self.scratch / file, some, batch, self.scratch) for name, file in files.items()}
-
-    def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
-        ways: dict[str, Run] = {"whole": SkippingNetwork(network, batch)}
-        for size in MICRO_BATCHES:
-            if self.threads > 1 and size * 2 <= batch:
-                ways[f"{size} a thread"] = SkippingNetwork(network, size, self.threads)
-            elif size < batch:
-                ways[f"by {size}"] = SkippingNetwork(network, size)
-        return ways
-
-    def _onnx(self, name: str, batch: int) -> dict[str, Run]:
-        whole = self.sessions[name, self.threads]
-        ways: dict[str, Run] = {"whole": lambda images: whole.run(None, {"images": images.numpy()})}
-        for size in MICRO_BATCHES:
-            if size * self.threads <= batch and size < batch:
-                ways[f"by {size}" if self.threads == 1 else f"{size} a thread"] = self._in_parts(name, size)
-        return ways
-
-    def _one_by_one(self, name: str, batch: int) -> dict[str, Run]:
-        """With a form that takes one image."""
-        together = self.sessions[name, self.threads]
-        if batch == 1:
-            return {"one image": lambda images: together.run(None, {"images": images.numpy()})}
-        return {"image by image": self._in_parts(name, 1)}
-
-    def _in_parts(self, name: str, size: int) -> Run:
-        """Several threads take parts in turn, each computing alone."""
-        alone, pool = self.sessions[name, 1], self.pool.map if self.threads > 1 else map
-
-        def run(images: Tensor) -> list[Any]:
-            return list(pool(lambda part: alone.run(None, {"images": part.numpy()}), images.split(size)))
-
-        return run
-
-
-def compiled_form(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
-    """torch.compile's form for one batch size, where there is a compiler for it and it succeeds."""
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        console.say("there is no C++ compiler: torch.compile is left out")
-        return {}
-    import torch._inductor.config as inductor
-
-    torch._dynamo.reset()
-    compiled = torch.compile(network, dynamic=False)
-
-    def run(part: Tensor) -> Tensor:
-        with torch.inference_mode(), inductor.patch(freezing=True):
-            return compiled(part)
-
-    try:
-        run(images)
-    except Exception as error:
-        console.say(f"torch.compile failed and is left out: {' '.join(str(error).split())[:120]}")
-        return {}
-    return {"compiled": run}
 
 
 def _int8(model: Model, trained: Trained, folder: Path, images: Tensor, labels: Tensor) -> dict[str, float]:

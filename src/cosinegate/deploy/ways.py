@@ -1,0 +1,131 @@
+"""The ways to run a deployed network: by torch or onnxruntime, whole or in parts, on one thread or several."""
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cosinegate import console
+from cosinegate.deploy.folded import FoldedNetwork
+from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
+from cosinegate.deploy.kernels import kernel_times
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
+from cosinegate.deploy.skipping import SkippingNetwork
+
+MICRO_BATCHES = (32, 64, 128)
+IMAGES_A_ROUND = 64
+INT8 = ("dense", "skipping")  # the two that the run is about
+
+Run = Callable[[Tensor], Any]
+
+
+@dataclass
+class Model:
+    """A network to time, with its FLOPs over the dense network's."""
+
+    network: FoldedNetwork
+    counted: float
+    executed: float
+    folder: Path | None  # of the run that its latency belongs to
+
+    @property
+    def skips(self) -> bool:
+        return any(block.head is not None for block in self.network.blocks)
+
+
+class Ways:
+    """Every model, with the ways in which it can be run at a batch size."""
+
+    def __init__(
+        self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int, compiles: bool
+    ) -> None:
+        self.models, self.threads, self.images, self.compiles = models, threads, images, compiles
+        self.scratch = scratch
+        shape = tuple(images.shape[1:])
+        console.say("exporting to ONNX")
+        for name, model in models.items():
+            write_onnx(BatchForm(model.network), scratch / f"{name}.onnx", shape, one_image=False)
+            write_onnx(BranchForm(model.network), scratch / f"{name}-one.onnx", shape, one_image=True)
+            if name in INT8:
+                write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])
+        self.sessions = {
+            (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
+        }
+        self.pool = ThreadPoolExecutor(threads)
+
+    def at(self, batch: int) -> dict[tuple[str, str], dict[str, Run]]:
+        """By (model, engine), by the way's name."""
+        ways: dict[tuple[str, str], dict[str, Run]] = {}
+        for name, model in self.models.items():
+            compiled = {} if model.skips or not self.compiles else compiled_form(model.network, self.images[:batch])
+            ways[name, "torch"] = self._torch(model.network, batch) | compiled
+            ways[name, "onnxruntime"] = self._onnx(name, batch) | self._one_by_one(f"{name}-one", batch)
+            if (f"{name}-int8", 1) in self.sessions:
+                ways[name, "onnxruntime int8"] = self._onnx(f"{name}-int8", batch)
+        return ways
+
+    def kernels(self, batch: int, images: Tensor) -> dict[str, dict[str, float]]:
+        """Of the dense and the skipping network on onnxruntime: ms an image by kind of operator."""
+        some = images[: max(batch, IMAGES_A_ROUND)].contiguous().numpy()
+        files = {name: f"{name}-one.onnx" if batch == 1 else f"{name}.onnx" for name in ("dense", "skipping")}
+        return {name: kernel_times(self.scratch / file, some, batch, self.scratch) for name, file in files.items()}
+
+    def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
+        ways: dict[str, Run] = {"whole": SkippingNetwork(network, batch)}
+        for size in MICRO_BATCHES:
+            if self.threads > 1 and size * 2 <= batch:
+                ways[f"{size} a thread"] = SkippingNetwork(network, size, self.threads)
+            elif size < batch:
+                ways[f"by {size}"] = SkippingNetwork(network, size)
+        return ways
+
+    def _onnx(self, name: str, batch: int) -> dict[str, Run]:
+        whole = self.sessions[name, self.threads]
+        ways: dict[str, Run] = {"whole": lambda images: whole.run(None, {"images": images.numpy()})}
+        for size in MICRO_BATCHES:
+            if size * self.threads <= batch and size < batch:
+                ways[f"by {size}" if self.threads == 1 else f"{size} a thread"] = self._in_parts(name, size)
+        return ways
+
+    def _one_by_one(self, name: str, batch: int) -> dict[str, Run]:
+        """With a form that takes one image."""
+        together = self.sessions[name, self.threads]
+        if batch == 1:
+            return {"one image": lambda images: together.run(None, {"images": images.numpy()})}
+        return {"image by image": self._in_parts(name, 1)}
+
+    def _in_parts(self, name: str, size: int) -> Run:
+        """Several threads take parts in turn, each computing alone."""
+        alone, pool = self.sessions[name, 1], self.pool.map if self.threads > 1 else map
+
+        def run(images: Tensor) -> list[Any]:
+            return list(pool(lambda part: alone.run(None, {"images": part.numpy()}), images.split(size)))
+
+        return run
+
+
+def compiled_form(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
+    """torch.compile's form for one batch size, where there is a compiler for it and it succeeds."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        console.say("there is no C++ compiler: torch.compile is left out")
+        return {}
+    import torch._inductor.config as inductor
+
+    torch._dynamo.reset()
+    compiled = torch.compile(network, dynamic=False)
+
+    def run(part: Tensor) -> Tensor:
+        with torch.inference_mode(), inductor.patch(freezing=True):
+            return compiled(part)
+
+    try:
+        run(images)
+    except Exception as error:
+        console.say(f"torch.compile failed and is left out: {' '.join(str(error).split())[:120]}")
+        return {}
+    return {"compiled": run}
