@@ -117,6 +117,9 @@ def _budget(config: DictConfig, gated: Tensor) -> Budget:
             f"gate.quantile.credit = {quantile.credit.name}: needs gate.signal=predicted; "
             "else gate.quantile.credit=slope"
         )
+    if quantile.fit and (quantile.credit is Credit.slope or not config.gate.controller.enabled):
+        needed = "needs gate.quantile.credit=cost or change, and gate.controller.enabled=true, which is what is fitted"
+        raise UserError(f"gate.quantile.fit = {quantile.fit}: {needed}")
     tau, free = config.objective.tau_target, costs[~gated].sum().item()
     worth = None if quantile.worth is None else list(quantile.worth)
     if worth is not None and (quantile.sharing is not Sharing.network or len(worth) != gated.sum()):

@@ -80,6 +80,7 @@ RULES: list[Rule] = [
     ("gate.predictor.switch_epoch", lambda v: v >= 0, "at least 0"),
     ("gate.quantile.low", lambda v: 0 <= v < 1, "at least 0 and below 1"),
     ("gate.quantile.high", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
+    ("gate.quantile.fit", lambda v: v >= 0, "0 or more"),
     ("gate.quantile.temperature", lambda v: v > 0, "above 0"),
     ("gate.start", lambda v: v is None or 0 < v < 1, "null or between 0 and 1, both excluded"),
     ("gate.hidden", lambda v: v >= 1, "at least 1"),

@@ -77,7 +77,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     collector, sums, stop = RouteCollector(), EpochSums(), StopRequest()
     kept = [
         sums,
-        Calibrated(),
+        Calibrated(config.gate.quantile.fit),
         TrainingStatistics(sums),
         statistics,
         PredictionStatistics(sums),

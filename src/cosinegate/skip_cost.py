@@ -58,6 +58,12 @@ def skip_cost(
     return without - with_f
 
 
+def learned(cost: Tensor, credit: Credit) -> Tensor:
+    """What a logit, by the size of γ, is to be: of large costs the logarithm counts, and of small changes of the
+    prediction too, for those part the images that can do without F."""
+    return (cost + SMALL).log() if credit is Credit.change else torch.asinh(cost)
+
+
 def priced_places(network: ResNet) -> list[int]:
     """The blocks whose gates learn what skipping costs."""
     openings = {place: block.gate.opening for place, block in enumerate(network.blocks) if block.gate is not None}
@@ -65,16 +71,20 @@ def priced_places(network: ResNet) -> list[int]:
     return [place for place in learn if openings[place].budget.credit is not Credit.slope]
 
 
+def running(network: ResNet, places: list[int]) -> list[int]:
+    """Of these blocks those that training does not skip for every sample now."""
+    return [place for place in places if not network.blocks[place].gate.opening.is_closed]
+
+
 def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> tuple[Output, Tensor]:
     """A pass, and the error of the logits of one of the blocks, by γ, as guesses of the cost.
 
-    The block is drawn by chance. Of large costs the logarithm counts, and of large errors the size instead of its
-    square: before a network has learned anything, costs are anything. A cost in the loss is mostly noise, so its error
-    is averaged over all blocks. A change of the prediction is not, and of small ones the logarithm counts too: those
-    are what parts the images that can do without F.
+    The block is drawn by chance. Of large errors the size counts instead of its square: before a network has learned
+    anything, costs are anything. A cost in the loss is mostly noise, so its error is averaged over all blocks; a change
+    of the prediction is not.
     """
-    running = [place for place in places if not network.blocks[place].gate.opening.is_closed]
-    place = (running or places)[torch.randint(len(running or places), ())]
+    candidates = running(network, places) or places
+    place = candidates[torch.randint(len(candidates), ())]
     credit = network.blocks[place].gate.opening.budget.credit
     with _input_of(network.blocks[place]) as kept:
         output = network(images)
@@ -82,6 +92,5 @@ def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -
     cost = skip_cost(network, place, kept[0][part], output.routing.gates[part].detach(), target[part], credit)
     price = logits[part, place] / network.blocks[place].gate.gamma.detach().abs()
     others = 0.0 * logits[:, places].sum()  # gates that are not drawn have a gradient too, as several processes want it
-    if credit is Credit.change:
-        return output, F.smooth_l1_loss(price, (cost + SMALL).log()) + others
-    return output, F.smooth_l1_loss(price, torch.asinh(cost)) / len(places) + others
+    error = F.smooth_l1_loss(price, learned(cost, credit))
+    return output, (error if credit is Credit.change else error / len(places)) + others

@@ -95,6 +95,11 @@ class PredictiveGate(CosineGate):
         agrees = (by_predicted == by_exact).to(logit.dtype)
         return Decision(gate, logit, predicted, exact, agrees)
 
+    def price(self, seen: Tensor) -> Tensor:
+        """The logit by the size of γ, in which only c(x) learns."""
+        predicted, offset = self._look(seen)
+        return self.gamma.detach().sign() * (predicted.detach() + offset)
+
     def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         seen = self.standardise(seen.to(self.predictor.w1.weight.dtype))
         with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit

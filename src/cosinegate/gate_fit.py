@@ -1,0 +1,57 @@
+"""Fits gates to what skipping costs whole images, between epochs: step by step they learn it slowly and badly."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosinegate.calibration import CHUNK, RECENT
+from cosinegate.gates.predictive import PredictiveGate
+from cosinegate.networks import ResNet
+from cosinegate.processes import sum_over_processes
+from cosinegate.skip_cost import learned, skip_cost
+
+STEPS, BATCH, RATE = 1500, 512, 0.01  # of Adam, its rate falling to zero along a cosine
+
+
+def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> None:
+    """Of each of these blocks c(x), until ĉ(x) + c(x) is what its gate learns of the images; ĉ stays a guess of CIR."""
+    was_training = network.training
+    network.eval()
+    for place, (seen, cost) in _measured(network, places, images, target).items():
+        gate = network.blocks[place].gate
+        _regress(gate, seen, learned(cost, gate.opening.budget.credit))
+        logits = gate.decide(seen[-RECENT:]).logit.detach()
+        gate.opening.budget.remember(gate.opening.place, logits)
+    network.train(was_training)
+
+
+@torch.no_grad()
+def _measured(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of each block what its gate sees of the images and what skipping costs them, other blocks as they are now."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {place: [] for place in places}
+    for part, labels in zip(images.split(CHUNK), target.split(CHUNK), strict=True):
+        gates = network(part).routing.gates
+        x, seen = network.stem(part), network.begin(part)
+        for place, block in enumerate(network.blocks):
+            seen = block.look(x, seen)
+            if place in found:
+                credit = block.gate.opening.budget.credit
+                found[place].append((seen, skip_cost(network, place, x, gates, labels, credit)))
+            x, _ = block(x, seen)
+    return {place: tuple(map(torch.cat, zip(*parts, strict=True))) for place, parts in found.items()}
+
+
+def _regress(gate: PredictiveGate, seen: Tensor, wanted: Tensor) -> None:
+    parameters = list(gate.controller.parameters())
+    adam = torch.optim.Adam(parameters, RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, STEPS)
+    drawn = torch.Generator().manual_seed(0)  # not the run's own: an epoch's noise does not depend on this
+    for _ in range(STEPS):
+        some = torch.randint(len(seen), (min(BATCH, len(seen)),), generator=drawn).to(seen.device)
+        adam.zero_grad()
+        F.smooth_l1_loss(gate.price(seen[some]), wanted[some]).backward()
+        adam.step()
+        schedule.step()
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = sum_over_processes(parameter.data) / sum_over_processes(parameter.new_ones(())).detach()
