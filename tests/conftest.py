@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm import Started
+from warm import Started, draw_no_curves
 
 import cosinegate.config  # noqa: F401 (registers the schema)
 from cosinegate import cli
@@ -17,7 +17,17 @@ NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0
 
 config = cli.compose  # the config that a command line with these overrides would give
 
+# begun first, so that no process of the suite ends long after the others
+LONGEST = ["deploy_commands", "sweeps", "deploy", "gates", "processes", "train", "search", "bad_input", "predictive"]
+LONGEST += ["wandb", "fault_commands", "faults", "experiments", "resume", "safe_loading"]
+
 torch.set_num_threads(1)
+draw_no_curves()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def process(*command: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> subprocess.CompletedProcess:

@@ -178,6 +178,8 @@ def test_thresholds_at_the_ends_and_with_ties():
         (("gate.quantile.worth=[1,2,3]", "gate.quantile.sharing=block"), "must be 3 numbers"),
         (("gate.quantile.begin=[1,0]",), "must be 3 shares from 0 to 1"),
         (("gate.quantile.begin=[1,0,1.5]",), "must be 3 shares from 0 to 1"),
+        (("gate.quantile.fit=100", "gate.quantile.credit=slope"), "needs gate.quantile.credit=cost or change"),
+        (("gate.quantile.fit=100", "gate.controller.enabled=false"), "gate.controller.enabled=true"),
         (("gate.quantile.credit=cost", "gate.signal=exact"), "needs gate.signal=predicted"),
         (("gate.quantile.sharing=block", "objective.tau_target=0.4"), "must lie from 0.500 to 1.000"),
     ],

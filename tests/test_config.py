@@ -43,6 +43,7 @@ BAD = [
     ("trainer.check_val_every_n_epoch=500", "trainer.check_val_every_n_epoch", "at most"),
     ("gate.quantile.worth=[1,nan]", "gate.quantile.worth", "finite"),
     ("gate.quantile.worth=3", "gate.quantile.worth", "list"),
+    ("gate.quantile.fit=-1", "gate.quantile.fit", "0 or more"),
     ("gate.quantile.low=0.95", "gate.quantile.low", "must be below gate.quantile.high"),
     ("gate.predictor.hidden=0", "gate.predictor.hidden", "at least 1"),
     ("network.blocks=[2,2]", "network.blocks", "three numbers"),

@@ -198,6 +198,7 @@ def falling_accuracy(self, stage, output, target):
 
 def test_a_stopped_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
     short = (*SMALL, "trainer.max_epochs=4", "objective.start_epoch=0", "trainer.limit_train_batches=4", "threads=1")
+    short += ("gate.quantile.fit=200",)
     fault = ("+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0")
     chosen = [config(*short, *fault, f"runs_dir={tmp_path / name}") for name in ("whole", "stopped")]
     train(chosen[0])

@@ -10,7 +10,7 @@ from cosinegate.networks import ResNet
 from cosinegate.processes import sum_over_processes
 from cosinegate.skip_cost import learned, skip_cost
 
-STEPS, BATCH, RATE = 1500, 512, 0.01  # of Adam, its rate falling to zero along a cosine
+PASSES, BATCH, RATE = 93.75, 512, 0.01  # over the images by Adam, its rate falling to zero along a cosine
 
 
 def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> None:
@@ -44,10 +44,12 @@ def _measured(network: ResNet, places: list[int], images: Tensor, target: Tensor
 def _regress(gate: PredictiveGate, seen: Tensor, wanted: Tensor) -> None:
     parameters = list(gate.controller.parameters())
     adam = torch.optim.Adam(parameters, RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, STEPS)
+    batch = min(BATCH, len(seen))
+    steps = round(PASSES * len(seen) / batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     drawn = torch.Generator().manual_seed(0)  # not the run's own: an epoch's noise does not depend on this
-    for _ in range(STEPS):
-        some = torch.randint(len(seen), (min(BATCH, len(seen)),), generator=drawn).to(seen.device)
+    for _ in range(steps):
+        some = torch.randint(len(seen), (batch,), generator=drawn).to(seen.device)
         adam.zero_grad()
         F.smooth_l1_loss(gate.price(seen[some]), wanted[some]).backward()
         adam.step()
