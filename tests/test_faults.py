@@ -19,7 +19,7 @@ from cosinegate.data.module import ImageData
 from cosinegate.errors import NotFinite, UserError
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_record
-from cosinegate.seal import is_intact
+from cosinegate.seal import is_intact, sealed
 from cosinegate.stop import Stopped
 
 
@@ -109,6 +109,46 @@ def test_a_long_epoch_is_saved_on_the_way(again, monkeypatch):
     stored = torch.load(folder_in(root) / "checkpoints" / "last.ckpt", weights_only=True)
     assert stored["global_step"] == 6
     ends_as_if_nothing_had_happened()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "bit flipped", "gone", "another program's"])
+def test_a_damaged_best_checkpoint_is_never_tested(damage, tmp_path, monkeypatch):
+    held = ["data.validation=holdout", "data.holdout=300"]
+    with monkeypatch.context() as broken:
+        broken.setattr(LitCosineGate, "test_step", lambda self, *batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            start(tmp_path, "soft", *held)
+    folder = run_folder(config(*KINDS["soft"], *TINY, *held, f"runs_dir={tmp_path}"))
+    best = folder / "checkpoints" / "best.ckpt"
+    content = best.read_bytes()
+    if damage == "another program's":
+        torch.save({"state_dict": {}}, best)
+        best.write_bytes(sealed(best.read_bytes()))
+    elif damage == "gone":
+        best.unlink()
+    else:
+        best.write_bytes(content[:-1000] if damage == "truncated" else content[:5000] + b"?" + content[5001:])
+    with pytest.raises(UserError, match=r"best\.ckpt is (damaged|gone)"):
+        start(tmp_path, "soft", *held)
+    best.write_bytes(content)
+    start(tmp_path, "soft", *held)
+    assert read_record(folder)["accuracy"]["test_of"] == "best"
+
+
+def test_weights_that_are_not_finite_are_not_kept(tmp_path, monkeypatch):
+    def spoilt(self, *outputs):
+        if self.current_epoch == 1 and self.trainer.is_last_batch:
+            torch.nn.init.constant_(self.network.head.weight, torch.nan)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LitCosineGate, "on_train_batch_end", spoilt)
+        with pytest.raises(UserError, match=r"weights are not finite in epoch 2: \w+\.ckpt was not written"):
+            start(tmp_path, "soft")
+    kept = torch.load(folder_in(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kept["epoch"] == 0
+    assert all(part.isfinite().all() for part in kept["state_dict"].values())
+    start(tmp_path, "soft")
+    assert read_record(folder_in(tmp_path))["status"] == "finished"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit flipped", "lost between two renames"])

@@ -215,7 +215,21 @@ def test_what_is_no_number_stays_in_its_own_sample(batch, odd, which):
     (s, r)[which][-1, 0, 0, 0] = odd
     cir = geometry.cir(geometry.dot_products(s, r)[2])
     assert torch.equal(cir[:-1], expected[:-1])
-    assert cir[-1].isnan() or 0 <= cir[-1] <= 2
+    other = (s, r)[1 - which][-1]
+    assert cir[-1].isnan() or (cir[-1] == 1 and other.square().sum() <= geometry.TINY)
+
+
+@few(60)
+@given(batch=BATCH, scale=st.sampled_from([2.0**60, 2.0**100, 2.0**77]))
+def test_cir_of_maps_too_large_for_float32_is_right_or_no_number(batch, scale):
+    s, r = (maps(rows) * scale for rows in batch)
+    finite = s.flatten(1).isfinite().all(1) & r.flatten(1).isfinite().all(1)
+    cir = geometry.cir(geometry.dot_products(s, r)[2])
+    norms = [x.double().flatten(1).square().sum(1) for x in (s, r)]
+    sure = finite & ~cir.isnan()
+    for n in norms:
+        sure &= (n > 2 * geometry.TINY) | (n < geometry.TINY / 2)
+    torch.testing.assert_close(cir[sure], slow_cir(s, r).float()[sure], rtol=0, atol=2e-6)
 
 
 # the frontier

@@ -4,6 +4,8 @@ import gzip
 import io
 import json
 import pickle
+import shutil
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -11,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import config, process
+from conftest import assert_one_line, config, process
 from test_sources import Source, cifar_batches, image_set, same, small
 
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
 from cosinegate.checkpoint import read_checkpoint
 from cosinegate.config import validate
 from cosinegate.data import cifar10, mnist
-from cosinegate.data.sources import SourceFailed, bounded, load, members
+from cosinegate.data.sources import SourceFailed, bounded, load, members, run
 from cosinegate.deploy.trained import load_trained
 from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
@@ -239,14 +241,47 @@ def test_no_secret_is_in_what_a_run_writes_or_says(tmp_path):
         assert KEY not in path.read_text(), path
         assert OTHER not in path.read_text(), path
     assert KEY not in done.stdout + done.stderr
+    assert OTHER not in done.stdout + done.stderr
+    mistaken = process("src/evaluate.py", f"run={tmp_path}/{KEY}/{OTHER}", **secrets)
+    assert_one_line(mistaken, "(secret)/(secret)")
+    assert not [word for word in (KEY, OTHER) if word in mistaken.stdout + mistaken.stderr]
+
+
+def test_a_client_that_gives_too_much_is_a_source_that_failed(tmp_path):
+    endless = [sys.executable, "-c", "import sys\nwhile True: sys.stdout.write('x' * 65536)"]
+    with pytest.raises(SourceFailed, match="gives more than 100000 bytes"):
+        run(endless, tmp_path, 100_000)
+    with pytest.raises(SourceFailed, match="failed: no such package"):
+        run([sys.executable, "-c", "import sys; sys.exit('no such package')"], tmp_path)
+    assert run([sys.executable, "-c", "print('said')"], tmp_path) == b"said\n"
+
+
+def test_nothing_that_a_record_or_config_names_is_made(checkpoint, tmp_path):
+    folder = tmp_path / "runs" / "digits" / "run"
+    shutil.copytree(checkpoint.parents[1], folder)
+    evil = {"_target_": "pathlib.Path.touch", "_args_": [str(tmp_path / "made")]}
+    record = json.loads((folder / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps(record | {"evil": evil, "overrides": [f"+callbacks.evil={evil}"]}))
+    with (folder / "config.yaml").open("a") as file:
+        file.write(f"evil: {json.dumps(evil)}\n")
+    for command in (
+        ["src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto"],
+        ["src/report.py", f"runs=[{folder}]"],
+        ["src/table.py", "sweep=null", f"runs=[{tmp_path}/runs]", f"path={tmp_path}/table.md"],
+        ["src/evaluate.py", f"run={folder}"],
+    ):
+        process(*command)  # whatever it says of it
+        assert not (tmp_path / "made").exists(), command
 
 
 def test_a_secret_is_masked_and_a_word_that_looks_like_none_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", KEY)
+    monkeypatch.setenv("SLASHED_ACCESS_KEY", "kept/by+base64/in/its/words")
     monkeypatch.setenv("SHORT_TOKEN", "digits")
     monkeypatch.setenv("KEY_API_KEY", "/a/path/that/is/long/enough")
-    write_atomically(tmp_path / "x", json.dumps({"said": f"digits {KEY} /a/path/that/is/long/enough"}))
-    assert json.loads((tmp_path / "x").read_text()) == {"said": "digits (secret) /a/path/that/is/long/enough"}
+    words = f"digits {KEY} kept/by+base64/in/its/words /a/path/that/is/long/enough"
+    write_atomically(tmp_path / "x", json.dumps({"said": words}))
+    assert json.loads((tmp_path / "x").read_text()) == {"said": "digits (secret) (secret) /a/path/that/is/long/enough"}
 
 
 @pytest.mark.parametrize("key", ["api_key", "WANDB_TOKEN", "password"])

@@ -13,7 +13,9 @@ import pytest
 from conftest import config
 from test_resume import KINDS, TINY, assert_same_run
 
+from cosinegate.callbacks import checkpoints
 from cosinegate.config import run_folder
+from cosinegate.files import replacing
 from cosinegate.record import read_metrics, read_record
 from cosinegate.run import train
 from cosinegate.seal import is_intact
@@ -23,20 +25,34 @@ CALLS = ("fsync", "link", "replace", "unlink")  # of which a checkpoint, a recor
 
 
 def train_quietly(chosen, dies_at: int | None) -> None:
-    """In this process. With `dies_at` it kills itself at that call of the many that write files."""
+    """In this process. With `dies_at` it kills itself at that call of the many that write files, of a checkpoint's
+    write in the middle.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     calls = iter(range(1, 10**9))
+
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def dying(call):
         def counted(*args, **kwargs):
             if next(calls) == dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill()
             return call(*args, **kwargs)
 
         return counted
 
+    @contextlib.contextmanager
+    def half_written(path, kept_as=None):
+        with replacing(path, kept_as) as file:
+            write = file.write
+            if next(calls) == dies_at:
+                file.write = lambda content: (write(content[: len(content) // 2]), file.flush(), kill())
+            yield file
+
     for name in CALLS:
         setattr(os, name, dying(getattr(os, name)))
+    checkpoints.replacing = half_written
     train(chosen)
 
 
@@ -73,7 +89,7 @@ def test_a_run_killed_anywhere_ends_as_one_that_was_never_killed(tmp_path):
         took[kind] = time.monotonic() - since
         whole[kind] = run_folder(chosen[kind]).rename(tmp_path / f"{kind}-whole")
     kills = dict.fromkeys(("at any moment", "while writing"), 0)
-    finished, attempts, scraps = 0, 0, 0
+    finished, attempts, scraps, halves = 0, 0, 0, 0
     while sum(kills.values()) < KILLS or attempts:
         kind = list(KINDS)[finished % len(KINDS)]
         folder = run_folder(chosen[kind])
@@ -88,7 +104,9 @@ def test_a_run_killed_anywhere_ends_as_one_that_was_never_killed(tmp_path):
         attempts += 1
         if code == -signal.SIGKILL:
             kills[how] += 1
-            scraps += len(list(folder.rglob("*.part"))) if folder.exists() else 0
+            parts = list(folder.rglob("*.part"))
+            scraps += len(parts)
+            halves += sum(".ckpt-" in part.name and not is_intact(part) for part in parts)
             assert_whole(folder)
             if sum(kills.values()) % 25 == 0:
                 print(f"\nsoak: {sum(kills.values())} kills, {finished} runs finished", file=sys.stderr)
@@ -98,8 +116,10 @@ def test_a_run_killed_anywhere_ends_as_one_that_was_never_killed(tmp_path):
         assert not list(folder.rglob("*.part"))
         shutil.rmtree(folder)
         finished, attempts = finished + 1, 0
+    assert halves > 0 or KILLS < 50
     lines = [f"{sum(kills.values())} kills ({', '.join(f'{n} {how}' for how, n in kills.items())})"]
-    lines += [f"{scraps} half-written files left by them, all beside their place and removed by the next start"]
+    lines += [f"{scraps} files left by them, all beside their place and removed by the next start"]
+    lines += [f"{halves} of these half a checkpoint"]
     lines += [f"{finished} runs finished, each with the bits of a run that was never killed; 0 checkpoints damaged"]
     lines += [f"{time.monotonic() - begin:.0f} seconds"]
     print("\nsoak: " + "\nsoak: ".join(lines), file=sys.stderr)

@@ -25,6 +25,7 @@ from cosinegate.config import SWEEPS
 from cosinegate.errors import NotFinite, UserError
 from cosinegate.files import write_atomically
 from cosinegate.orphans import end_with
+from cosinegate.secret import masked
 from cosinegate.stop import Stopped
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -163,7 +164,7 @@ def end(error: Exception) -> NoReturn:
     """Ends the program with one line about a person's mistake."""
     if isinstance(error, NotFinite) and _says_nothing():  # all processes have it
         sys.exit(0)
-    print(f"error: {one_line(error)}", file=sys.stderr)
+    print(f"error: {masked(one_line(error))}", file=sys.stderr)
     sys.exit(EXIT_MISTAKE)
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cosinegate.dynamic import routed_percent
 from cosinegate.record import require
+from cosinegate.secret import masked
 
 if TYPE_CHECKING:
     from cosinegate.routing import RoutingSummary
@@ -26,7 +27,7 @@ SHOWN += ("mean_gate", "skip_percent", "flops.counted", "flops.executed", "image
 def say(words: str) -> None:
     """A line, from the first of several processes alone."""
     if _is_first_process():
-        Console(highlight=False, soft_wrap=True).print(words, markup=False)
+        Console(highlight=False, soft_wrap=True).print(masked(words), markup=False)
 
 
 def show_record(record: dict[str, Any], folder: Path) -> None:

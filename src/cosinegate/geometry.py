@@ -114,11 +114,12 @@ def _statistics_flops(x_shape: torch.Size, *args, **kwargs) -> int:
 
 
 def cosine(inner: Tensor, square_u: Tensor, square_v: Tensor) -> Tensor:
-    """<u,v> / (|u| |v|), and 0 without a gradient where u or v is zero."""
-    defined = (square_u > TINY) & (square_v > TINY)
+    """<u,v> / (|u| |v|), and 0 without a gradient where u or v is zero. What is no number stays none."""
+    defined = ~((square_u <= TINY) | (square_v <= TINY))
     one = torch.ones_like(square_u)
     norms = torch.where(defined, square_u, one).sqrt() * torch.where(defined, square_v, one).sqrt()
-    return torch.where(defined, inner / norms, torch.zeros_like(inner)).clamp(-1.0, 1.0)
+    found = torch.where(norms.isinf(), torch.nan, inner / norms)  # squares that overflowed say nothing
+    return torch.where(defined, found, torch.zeros_like(inner)).clamp(-1.0, 1.0)
 
 
 def cir(dots: Dots) -> Tensor:

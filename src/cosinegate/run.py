@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cosinegate import console
 from cosinegate.build import build_module
+from cosinegate.calibration import Budget
 from cosinegate.callbacks.calibrated import Calibrated
 from cosinegate.callbacks.checkpoints import BEST, LAST, PREVIOUS, AtomicCheckpoints, Checkpoints
 from cosinegate.callbacks.console import EpochLine
@@ -39,10 +40,11 @@ from cosinegate.data.module import ImageData
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.files import remove_parts, write_atomically
+from cosinegate.lit import LitCosineGate
 from cosinegate.lock import locked
 from cosinegate.loggers import MetricsCSV, failing_quietly
 from cosinegate.memory import keep_freed_memory
-from cosinegate.record import read_record
+from cosinegate.record import Row, accuracies, read_record
 from cosinegate.routing import RoutingSummary
 from cosinegate.schema import NetworkConfig
 from cosinegate.seal import is_intact
@@ -114,8 +116,8 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
         try:
             with asked_too_much():
                 trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
-                # a run that ends before its gates are at their budget has no best epoch
-                chosen = best if config.data.validation is Validation.holdout and best.exists() else None
+                held_out = config.data.validation is Validation.holdout
+                chosen = _best_intact(best, metrics.rows, module) if held_out else None
                 (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         except BaseException as error:
             _finish_wandb(exit_code=error.code if isinstance(error, Stopped) else 1)
@@ -260,6 +262,19 @@ def _last_intact(folder: Path) -> Path | None:
     if found is not None:
         read_checkpoint(found)  # a file of something else is answered with a line
     return found
+
+
+def _best_intact(best: Path, rows: dict[int, Row], module: LitCosineGate) -> Path | None:
+    """The checkpoint that is tested. A run that ends before its gates are at their budget has none."""
+    budgeted = any(isinstance(part, Budget) for part in module.modules())
+    epoch = accuracies(rows, budgeted).get("best_epoch")
+    if epoch is None or (budgeted and rows[epoch].get("schedule/prog", 1.0) < 1):
+        return None
+    if not best.exists() or not is_intact(best):
+        what = f"is {'damaged' if best.exists() else 'gone'}, and epoch {epoch} is the one to test"
+        raise UserError(f"{best} {what}; move the run's folder away to train again")
+    read_checkpoint(best)
+    return best
 
 
 def _is_finished(record: dict[str, Any] | None) -> bool:

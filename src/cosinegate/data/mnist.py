@@ -53,7 +53,7 @@ def from_debian(scratch: Path) -> Arrays:
     """The package's files, read from its archive by name; nothing is installed."""
     run(["apt-get", "download", DEBIAN_PACKAGE], scratch)
     packages = [str(path) for path in scratch.glob(f"{DEBIAN_PACKAGE}_*.deb")]
-    archive = io.BytesIO(run(["dpkg-deb", "--fsys-tarfile", *packages], scratch))
+    archive = io.BytesIO(run(["dpkg-deb", "--fsys-tarfile", *packages], scratch, 2 * LARGEST))
     names = [f"./usr/share/datasets/fashion-mnist/{name}.gz" for name in FILES]
     for name, content in zip(FILES, members(archive, names, 2 * LARGEST), strict=True):
         (scratch / f"{name}.gz").write_bytes(content)

