@@ -47,4 +47,4 @@ def test_a_cifar10_run_holds_flat_memory_over_its_epochs(tmp_path):
     (path,) = tmp_path.glob("balanced/*/memory.json")
     after = {int(epoch): size for epoch, size in json.loads(path.read_text()).items()}
     print({epoch: round(size, 1) for epoch, size in after.items()})
-    assert after[20] - after[2] < 8  # where freed memory is not given back after every epoch: 157
+    assert after[20] - after[2] < 8  # where freed memory is not given back after every epoch: 344
