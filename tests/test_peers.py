@@ -19,7 +19,17 @@ from cosinegate.analysis import peers
 from cosinegate.analysis.runs import Configuration, Run
 from cosinegate.config import identity, run_folder
 
-ROWS = {"resnet20", "static", "fixed", "aggressive", "balanced", "conservative", "balanced_novelty", "cir_only"}
+ROWS = {
+    "resnet20",
+    "static",
+    "static_leaner",
+    "fixed",
+    "aggressive",
+    "balanced",
+    "conservative",
+    "balanced_novelty",
+    "cir_only",
+}
 ROWS |= {"controller_only", "aig", "skipnet", "skipnet_recurrent", "attention", "random", "constant", "drop"}
 
 
