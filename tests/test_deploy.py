@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_predictive import images, small, thresholds_at_half
 
 from cosinegate.deploy.folded import folded, without_gates
@@ -270,6 +271,11 @@ def test_specialising_removes_what_never_changes_and_says_what_that_costs(rng, t
     scores, decided = run_onnx(session(tmp_path / "branch.onnx", 1), x.contiguous().numpy(), 1)
     np.testing.assert_allclose(scores, logits.numpy(), rtol=1e-3, atol=1e-4)
     assert np.array_equal(decided, gates[:, [4, 5]].numpy())
+    write_weights(made, tmp_path / "weights")
+    assert not [name for name in load_file(tmp_path / "weights") if name.startswith("blocks.1.")]
+    torch.testing.assert_close(SkippingNetwork(rebuilt(described(made), tmp_path / "weights"))(x), runtime(x))
+    with pytest.raises(UserError, match="not the weights of its card"):
+        rebuilt(described(folded(network)), tmp_path / "weights")
     least = gates[:, [4, 5]].float().mean(0)
     tolerant, more = specialise(folded(network), x, tolerance=float(max(least.min(), 0.02)))
     runtime = SkippingNetwork(tolerant)

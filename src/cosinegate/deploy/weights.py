@@ -55,7 +55,9 @@ def rebuilt(card: dict[str, Any], path: Path) -> FoldedNetwork:
             stem = nn.Conv2d(card["in_channels"], card["width"], 3, padding=1)
             head, size = nn.Linear(blocks[-1].conv1.out_channels, card["classes"]), card["size"]
             network = FoldedNetwork(stem, blocks, head, size and tuple(size))
-        network.load_state_dict(weights, assign=True)
+        missing, unknown = network.load_state_dict(weights, strict=False, assign=True)
+        if unknown or not set(missing) <= _removed(network):
+            raise ValueError(f"{len(missing)} tensors too few, {len(unknown)} too many")
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UserError(f"{path}: not the weights of its card: {' '.join(str(error).split())[:200]}") from error
     return network.requires_grad_(False).eval().to(memory_format=torch.channels_last)
@@ -75,8 +77,17 @@ def read_exported(folder: str | Path) -> FoldedNetwork:
 
 
 def write_weights(network: FoldedNetwork, path: Path) -> None:
+    """All but those of blocks that were removed."""
+    gone = _removed(network)
+    kept = {name: tensor.contiguous() for name, tensor in network.state_dict().items() if name not in gone}
     with replacing(path) as file:
-        file.write(save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}))
+        file.write(save(kept))
+
+
+def _removed(network: FoldedNetwork) -> set[str]:
+    """The names of the weights that nothing computes with."""
+    removed = tuple(f"blocks.{place}.conv" for place, block in enumerate(network.blocks) if block.removed)
+    return {name for name in network.state_dict() if name.startswith(removed)}
 
 
 def _kind(shortcut: nn.Module) -> str:
