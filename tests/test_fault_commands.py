@@ -71,6 +71,18 @@ def test_a_folder_that_is_removed_ends_the_run_with_one_line(tmp_path):
     assert_one_line(ended, str(tmp_path), "No such file or directory")
 
 
+def test_a_damaged_checkpoint_is_put_aside_and_said(tmp_path):
+    command = ["src/train.py", *CUT, f"runs_dir={tmp_path}"]
+    assert process(*command, **IN_TESTS, FAULT="SIGTERM").returncode == 143
+    (folder,) = (tmp_path / "digits").iterdir()
+    last = folder / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-1000])
+    done = process(*command, **IN_TESTS)
+    assert done.returncode == 0, done.stderr
+    assert f"{last} is damaged: going on from previous.ckpt, the one before it" in done.stdout
+    assert (read_record(folder)["status"], sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
+
+
 def test_two_processes_end_together_where_one_cannot_write(tmp_path):
     ended = process("src/train.py", *CUT, *TWO, f"runs_dir={tmp_path}", **IN_TESTS, FAULT="checkpoints do not fit")
     assert_one_line(ended, "cannot be written: File too large")
