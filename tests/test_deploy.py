@@ -121,6 +121,7 @@ def test_f_runs_for_open_samples_only(rng, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
 def test_the_compiled_dense_network_is_the_dense_network(rng):
     dense, x = without_gates(folded(trained(rng=rng))), images(8, rng)
     with torch.no_grad():
@@ -141,7 +142,9 @@ def small_exact():
     return build_network(config("+experiment=digits"))
 
 
-@pytest.mark.parametrize("overrides", FORMS[:4])
+@pytest.mark.parametrize(
+    "overrides", [FORMS[0], FORMS[3], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:3])]
+)
 def test_onnx_takes_every_route_and_any_batch(overrides, rng, tmp_path):
     """Exported from zeros; run on images whose routes differ within a batch: nothing is frozen by tracing."""
     network = trained(*overrides, rng=rng)

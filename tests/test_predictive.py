@@ -174,10 +174,11 @@ def test_equal_logits_do_not_make_the_gradient_explode(rng):
     assert max(block.gate.controller.w2.weight.grad.abs().max() for block in network.blocks if block.gate) < 100
 
 
-@pytest.mark.parametrize("overrides", [("trainer=debug",), ("trainer.precision=bf16-true", "trainer.max_epochs=1")])
+@pytest.mark.parametrize(
+    "overrides", [("trainer=debug",), ("trainer.precision=bf16-true", "trainer.max_epochs=1", "gate.quantile.fit=100")]
+)
 def test_it_trains_with_the_debug_trainer_and_in_other_precisions(overrides, tmp_path):
     pressed = ("objective.start_epoch=0", "objective.warmup_epochs=0", "trainer.limit_train_batches=3", "threads=1")
-    pressed += ("gate.quantile.fit=100",)
     assert train(config(*SMALL, *overrides, *pressed, f"runs_dir={tmp_path}"))["status"] == "finished"
 
 

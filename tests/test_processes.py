@@ -76,6 +76,7 @@ def test_a_block_that_is_closed_for_all_images_is_the_same_run_in_two_processes(
     assert 0 in [value for name, value in read_metrics(one)[1].items() if name.startswith("gates/block_")]
 
 
+@pytest.mark.slow
 def test_calibrated_gates_take_the_quantile_of_the_global_batch(tmp_path):
     exact = ["trainer.precision=64-true", "data.batch_size=60", "trainer.max_epochs=2", "objective.start_epoch=0"]
     exact += ["trainer.limit_train_batches=6"]

@@ -181,7 +181,7 @@ def test_a_corrupt_record_is_one_line(runs, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(runs["one"], broken)
     (broken / "record.json").write_text("{")
-    assert_one_line(process("src/report.py", f"runs=[{broken}]", afresh=True), "record.json cannot be read")
+    assert_one_line(process("src/report.py", f"runs=[{broken}]"), "record.json cannot be read")
     assert not (broken / "report.html").exists()
     with pytest.raises(UserError, match=r"has no record\.json"):
         write_report([tmp_path], tmp_path / "report.html")

@@ -26,7 +26,7 @@ def found(runs: Path) -> list[tuple]:
 
 def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
     options = [*SHORT, "search.trials=3", "search.population=2"]
-    whole = process("src/search.py", *options, f"runs_dir={tmp_path}/whole", afresh=True)
+    whole = process("src/search.py", *options, f"runs_dir={tmp_path}/whole")
     assert whole.returncode == 0, whole.stderr
     command = ["src/search.py", *options, f"runs_dir={tmp_path}/killed"]
     running = started(*command)

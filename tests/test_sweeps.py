@@ -255,6 +255,7 @@ def test_a_failure_stops_and_hides_nothing_and_is_tried_again(tmp_path):
     assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*/record.json")} == {"finished"}
 
 
+@pytest.mark.slow
 def test_submitit_runs_jobs_through_its_local_executor(tmp_path):
     command = [*SHORT, "trainer.max_epochs=1", "seed=0,1", f"runs_dir={tmp_path}", "hydra/launcher=submitit_local"]
     done = process("src/train.py", "-m", *command)

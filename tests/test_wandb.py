@@ -101,7 +101,7 @@ def _ys(panel) -> list:
 
 
 def test_a_dashboard_without_an_account_says_what_it_needs():
-    assert_one_line(process("src/dashboard.py", afresh=True), "wandb login")
+    assert_one_line(process("src/dashboard.py"), "wandb login")
 
 
 TINY = ["+experiment=digits", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "threads=1"]
