@@ -75,7 +75,7 @@ browser: # Debian's chromium for the report's tests, where it can be installed
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
 	>/dev/null 2>&1 || echo "no chromium and no apt-get to install it: the report is not tested in a browser"
 
-test-slow: setup ## ten thousand records, and the memory of a long run
+test-slow: setup ## ten thousand records, the memory of a long run, variations that take long
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-data: setup ## the real CIFAR-10 and MNIST paths
