@@ -23,7 +23,11 @@ class _Images(CalibrationDataReader):
 
 
 def write_int8(source: Path, path: Path, images: Tensor) -> None:
-    """Convolutions in int8, one scale a channel; the gates stay in float32, for a route is a comparison."""
+    """Convolutions in int8, one scale a channel; the gates stay in float32, for a route is a comparison.
+
+    Weights have seven bits: where a processor has no VNNI, sums of eight-bit products saturate, and a CIFAR-10 run had
+    80.1% of the held-out images right instead of 87.8%.
+    """
     with quietly(), tempfile.TemporaryDirectory() as scratch:
         prepared = Path(scratch) / "prepared.onnx"
         quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
@@ -34,6 +38,7 @@ def write_int8(source: Path, path: Path, images: Tensor) -> None:
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=["Conv"],
             per_channel=True,
+            reduce_range=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
             extra_options={"ActivationSymmetric": False, "WeightSymmetric": True},
