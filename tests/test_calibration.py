@@ -83,6 +83,25 @@ def test_a_closed_block_can_begin_closed(rng):
     assert not opening(torch.randn(64, generator=rng)).gate.any()
 
 
+def test_gates_that_wait_to_be_fitted_open_by_chance_in_training_and_by_their_logits_after():
+    costs, begin = torch.ones(2), [0.75, 1.0]
+    made = Budget(0.7, costs, 0.5, Sharing.block, Credit.change, 0.1, 0.9, None, begin, fitted=True)
+    opening = Quantile(made, 0, 0.5)
+    logit = torch.arange(400.0)
+    torch.manual_seed(0)
+    first, second = opening(logit).gate, opening(logit).gate
+    torch.manual_seed(0)
+    assert torch.equal(opening(logit).gate, first)  # a resumed step draws what it would have drawn
+    assert not torch.equal(first, second)
+    for gate in (first, second):
+        assert gate.sum() == 300
+        assert 0.6 < gate[:200].mean() < 0.9  # whatever the logit
+    made.prog = 1.0
+    assert torch.equal(opening(logit).gate, (logit >= 400 - round(400 * made.shares()[0])).float())
+    made.prog, made.fitted = 0.0, False
+    assert torch.equal(opening(logit).gate, (logit >= 100).float())  # gates that learn by steps
+
+
 def test_training_opens_the_share_of_every_batch_and_evaluation_each_sample_by_itself(rng):
     made = budget(sharing=Sharing.block)
     opening = Quantile(made, 1, temperature=0.5)
@@ -180,6 +199,7 @@ def test_thresholds_at_the_ends_and_with_ties():
         (("gate.quantile.begin=[1,0,1.5]",), "must be 3 shares from 0 to 1"),
         (("gate.quantile.fit=100", "gate.quantile.credit=slope"), "needs gate.quantile.credit=cost or change"),
         (("gate.quantile.fit=100", "gate.controller.enabled=false"), "gate.controller.enabled=true"),
+        (("gate.quantile.fit=100", "optimizer.decay_gates=true"), "needs optimizer.decay_gates=false"),
         (("gate.quantile.credit=cost", "gate.signal=exact"), "needs gate.signal=predicted"),
         (("gate.quantile.sharing=block", "objective.tau_target=0.4"), "must lie from 0.500 to 1.000"),
     ],

@@ -26,9 +26,9 @@ GOLDEN = {
     "digits_predictive": 1.994910,
     "mnist": 2.321778,
     "mnist_predictive": 1.539122,
-    "predictive_aggressive": 5.164724,
-    "predictive_balanced": 5.516782,
-    "predictive_conservative": 4.887156,
+    "predictive_aggressive": 1.842943,
+    "predictive_balanced": 1.601530,
+    "predictive_conservative": 1.612249,
     "quickstart": 2.331144,
     "resnet20": 1.432338,
     "static": 1.387148,
@@ -36,7 +36,7 @@ GOLDEN = {
 
 
 GOLDEN_PENALTY = 0.281443
-GOLDEN_CALIBRATED = 5.109346
+GOLDEN_CALIBRATED = 1.616087
 
 
 def short(tmp_path: Path, *overrides: str):
@@ -51,7 +51,7 @@ def test_every_experiment_trains_on_digits_to_its_golden_loss(experiment, tmp_pa
     assert record["experiment"] == experiment
     rows = read_metrics(folder)
     assert sorted(rows) == [1, 2]
-    assert rows[2]["train/loss"] == pytest.approx(GOLDEN[experiment], rel=2e-3)
+    assert rows[2]["train/loss"] == pytest.approx(GOLDEN[experiment], rel=1e-5)
 
 
 def test_the_penalty_has_its_golden_loss_too(tmp_path):

@@ -182,7 +182,7 @@ def test_it_trains_with_the_debug_trainer_and_in_other_precisions(overrides, tmp
     assert train(config(*SMALL, *overrides, *pressed, f"runs_dir={tmp_path}"))["status"] == "finished"
 
 
-def test_the_best_epoch_is_one_at_the_budget(tmp_path, monkeypatch):
+def test_the_best_epoch_is_one_at_the_budget(tmp_path, monkeypatch, capsys):
     """Accuracy falls from epoch to epoch: the best of all would be one whose gates still compute more."""
     monkeypatch.setattr(LitCosineGate, "_log_accuracy", falling_accuracy)
     late = ("trainer.max_epochs=4", "objective.start_epoch=1", "objective.warmup_epochs=1", "data.validation=holdout")
@@ -190,8 +190,11 @@ def test_the_best_epoch_is_one_at_the_budget(tmp_path, monkeypatch):
     assert record["accuracy"]["best_epoch"] == 3  # prog is 0, 0, 1, 1
     assert record["mean_gate"] < 0.9
     never = ("trainer.limit_train_batches=2", "objective.start_epoch=9", "threads=1")
+    capsys.readouterr()
     early = train(config(*SMALL, *late, *never, f"runs_dir={tmp_path}"))
     assert early["accuracy"]["test_of"] == "last"
+    said = "start_epoch = 9 and trainer.max_epochs = 4: this run ends before its gates are asked for their budget"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def falling_accuracy(self, stage, output, target):

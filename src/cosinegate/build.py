@@ -120,6 +120,9 @@ def _budget(config: DictConfig, gated: Tensor) -> Budget:
     if quantile.fit and (quantile.credit is Credit.slope or not config.gate.controller.enabled):
         needed = "needs gate.quantile.credit=cost or change, and gate.controller.enabled=true, which is what is fitted"
         raise UserError(f"gate.quantile.fit = {quantile.fit}: {needed}")
+    if quantile.fit and config.optimizer.decay_gates:
+        needed = "needs optimizer.decay_gates=false, or every step would shrink what was fitted"
+        raise UserError(f"gate.quantile.fit = {quantile.fit}: {needed}")
     tau, free = config.objective.tau_target, costs[~gated].sum().item()
     worth = None if quantile.worth is None else list(quantile.worth)
     if worth is not None and (quantile.sharing is not Sharing.network or len(worth) != gated.sum()):
@@ -129,7 +132,7 @@ def _budget(config: DictConfig, gated: Tensor) -> Budget:
     if begin is not None and (len(begin) != gated.sum() or not all(0 <= share <= 1 for share in begin)):
         raise UserError(f"gate.quantile.begin = {begin}: must be {int(gated.sum())} shares from 0 to 1")
     bounds = quantile.low, quantile.high
-    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, *bounds, worth, begin)
+    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, *bounds, worth, begin, quantile.fit > 0)
     low, high = (quantile.low, quantile.high) if quantile.sharing is Sharing.network else (0.0, 1.0)
     if not low <= budget.gated_share(tau) <= high:
         least, most = (free + (1 - free) * bound for bound in (low, high))

@@ -43,6 +43,7 @@ class Budget(nn.Module):
         high: float,
         worth: list[float] | None = None,
         begin: list[float] | None = None,
+        fitted: bool = False,
     ) -> None:
         super().__init__()
         self.tau_target, self.free, self.low, self.high = tau_target, free, low, high
@@ -50,7 +51,7 @@ class Budget(nn.Module):
         self.share: Share | None = None  # of a global batch over several processes
         self.costs = costs.tolist()
         self.begin = [1.0] * len(costs) if begin is None else begin
-        self.credit = credit
+        self.credit, self.fitted = credit, fitted  # fitted: between epochs, instead of learning step by step
         learns = sharing is Sharing.network and worth is None
         prices = learns and credit is not Credit.slope
         first = torch.zeros(len(costs)) if worth is None else torch.tensor(worth)
@@ -58,6 +59,11 @@ class Budget(nn.Module):
         self.worth = None if known else nn.Parameter(first, requires_grad=learns)
         self.register_buffer("recent", torch.zeros(len(costs), RECENT) if prices else None)
         self.register_buffer("seen", torch.zeros(len(costs), dtype=torch.long) if prices else None)
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether gates know nothing yet: until they are fitted training skips any samples, and learns to bear it."""
+        return self.fitted and self.prog == 0
 
     def gated_share(self, tau_target: float) -> float:
         """The mean share of the gated blocks that gives this mean over all blocks."""
@@ -164,7 +170,8 @@ class Quantile(nn.Module):
             nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
             return Opened(1.0 + nothing, logit.new_tensor(-math.inf))  # DDP wants every parameter to have a gradient
         turn = logit.new_tensor(turn_for(logits, share))
-        z = _highest(logits, share, self.budget.share).to(logit.dtype)  # exactly 0 or 1
+        ranked = torch.rand_like(logits) if self.budget.by_chance else logits
+        z = _highest(ranked, share, self.budget.share).to(logit.dtype)  # exactly 0 or 1
         if self.budget.credit is not Credit.slope:
             return Opened(z, turn)
         scale = self.temperature * logits.std(correction=0).clamp_min(LEAST_SPREAD)

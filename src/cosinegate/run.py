@@ -34,7 +34,7 @@ from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, SwitchOver, Warmup
 from cosinegate.callbacks.training_statistics import TrainingStatistics
 from cosinegate.checkpoint import read_checkpoint
-from cosinegate.choices import Validation
+from cosinegate.choices import Calibration, GateKind, Validation
 from cosinegate.config import identity, run_folder, validate
 from cosinegate.data.module import ImageData
 from cosinegate.dynamic import routed_percent
@@ -69,6 +69,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     config.run_dir = str(folder)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    _say_where_no_budget_is_asked_for(config)
     data = ImageData(config.data, config.seed)
     module = build_module(config)
     metrics = MetricsCSV(folder)
@@ -79,7 +80,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     collector, sums, stop = RouteCollector(), EpochSums(), StopRequest()
     kept = [
         sums,
-        Calibrated(config.gate.quantile.fit),
+        Calibrated(config.gate.quantile.fit, config.objective.start_epoch),
         TrainingStatistics(sums),
         statistics,
         PredictionStatistics(sums),
@@ -279,6 +280,15 @@ def _best_intact(best: Path, rows: dict[int, Row], module: LitCosineGate) -> Pat
 
 def _is_finished(record: dict[str, Any] | None) -> bool:
     return record is not None and record["status"] == "finished"
+
+
+def _say_where_no_budget_is_asked_for(config: DictConfig) -> None:
+    """A schedule that was written for a longer run would leave calibrated gates as they begin, without a word."""
+    asked, epochs = config.objective.start_epoch, config.trainer.max_epochs
+    calibrated = config.gate.kind is not GateKind.none and config.gate.calibration is Calibration.quantile
+    if calibrated and asked >= epochs:
+        what = f"objective.start_epoch = {asked:g} and trainer.max_epochs = {epochs}"
+        console.say(f"{what}: this run ends before its gates are asked for their budget")
 
 
 def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:

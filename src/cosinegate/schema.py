@@ -91,7 +91,7 @@ class QuantileConfig:
     begin: list[float] | None = None  # share of each gated block before the budget is asked for; null: all open
     temperature: float = 0.5  # of the straight-through gradient, in standard deviations of the logit; credit: slope
     credit: Credit = Credit.slope
-    fit: int = 0  # training images, to which gates are fitted after an epoch; not with credit: slope
+    fit: int = 0  # training images, to which gates are fitted between epochs, not by steps; not with credit: slope
 
 
 @dataclass

@@ -81,8 +81,11 @@ def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -
 
     The block is drawn by chance. Of large errors the size counts instead of its square: before a network has learned
     anything, costs are anything. A cost in the loss is mostly noise, so its error is averaged over all blocks; a change
-    of the prediction is not.
+    of the prediction is not. Gates that are fitted between epochs learn nothing of it here.
     """
+    if network.blocks[places[0]].gate.opening.budget.fitted:
+        output = network(images)
+        return output, 0.0 * output.routing.logits[:, places].sum()
     candidates = running(network, places) or places
     place = candidates[torch.randint(len(candidates), ())]
     credit = network.blocks[place].gate.opening.budget.credit

@@ -1,5 +1,6 @@
 """Fits calibrated gates and sets their thresholds after every epoch, before it is validated and kept."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as L
@@ -7,7 +8,6 @@ import lightning.pytorch as L
 from cosinegate.calibration import Quantile, calibrate
 from cosinegate.gate_fit import fit
 from cosinegate.lit import LitCosineGate
-from cosinegate.skip_cost import running
 
 IMAGES = 2048  # training images, as evaluation sees them: neither cropped nor mirrored
 
@@ -15,11 +15,11 @@ IMAGES = 2048  # training images, as evaluation sees them: neither cropped nor m
 class Calibrated(L.Callback):
     """A cropped image has other statistics than a whole one: a training batch's quantile is no threshold for it.
 
-    Gates are fitted to `fitted_to` whole images from the epoch on in which they begin to skip.
+    Gates are fitted to `fitted_to` whole images before they skip, in `start_epoch`, and after every later epoch.
     """
 
-    def __init__(self, fitted_to: int = 0) -> None:
-        self.fitted_to = fitted_to
+    def __init__(self, fitted_to: int, start_epoch: float) -> None:
+        self.fitted_to, self.start_epoch = fitted_to, start_epoch
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: Any, batch: Any, batch_idx: int
@@ -28,10 +28,15 @@ class Calibrated(L.Callback):
         if not (trainer.is_last_batch and gates and isinstance(gates[0].opening, Quantile)):
             return
         budget = gates[0].opening.budget
-        images, target = trainer.datamodule.whole_images("train", max(IMAGES, self.fitted_to))
+        fits = self.fitted_to > 0 and trainer.current_epoch + 1 >= math.floor(self.start_epoch)
+        images, target = trainer.datamodule.whole_images("train", max(IMAGES, fits * self.fitted_to))
         images = trainer.precision_plugin.convert_input(images)
         with trainer.precision_plugin.val_step_context():
-            if self.fitted_to and budget.prog > 0:
-                places = running(pl_module.network, pl_module.places)
+            if fits:
+                never = budget.never_opened()
+                places = [p for p in pl_module.places if not never[pl_module.network.blocks[p].gate.opening.place]]
                 fit(pl_module.network, places, images[: self.fitted_to], target[: self.fitted_to])
-            calibrate(pl_module.network, budget.shares(), images[:IMAGES])
+            shares = budget.shares()
+            if budget.by_chance:  # which is for training: evaluation computes what will be computed
+                shares = [float(share > 0) for share in shares]
+            calibrate(pl_module.network, shares, images)
