@@ -17,8 +17,8 @@ def as_markdown(found: dict[str, Any]) -> str:
         "",
         f"Test accuracy {100 * found['accuracy']:.2f}%; with int8 convolutions "
         f"{100 * found['int8']['accuracy']:.2f}%, where some images take another route. "
-        "Time ratios are to the dense network on the same engine, medians of models that took turns in one process; "
-        "`spread` is the middle half of the rounds. "
+        "Models took turns in one process; a time ratio is to the dense network on the same engine in the same round, "
+        "the median over rounds, and `spread` the middle half of the rounds' ratios (of dense, of its times). "
         "`bar` is the executed FLOPs plus what is allowed for gates, gather and scatter.",
         "",
         "| batch | engine | model | way | FLOPs counted | FLOPs executed | time ratio | bar | ms an image | spread | "
