@@ -173,6 +173,11 @@ def test_runs_of_a_sweep_and_of_single_commands_become_one_table_through_the_com
     for words in (["-m", "+sweeps=peers", *sweep], single):
         trained = process("src/train.py", *words, *TINY, "threads=1", f"runs_dir={tmp_path}/runs")
         assert trained.returncode == 0, trained.stderr
+    made = process(
+        str(ROOT / "src" / "table.py"), "path=both.md", cwd=tmp_path
+    )  # the sweep's runs, whoever trained them
+    assert made.returncode == 0, made.stderr
+    assert set(rows_of((tmp_path / "both.md").read_text())) == {"random", "resnet20"}
     kept = tmp_path / "results" / "peers"  # as records are committed: without the runs' other files
     for record in (tmp_path / "runs").rglob("record.json"):
         (kept / record.parent.name).mkdir(parents=True)

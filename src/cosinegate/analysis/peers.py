@@ -6,6 +6,7 @@ What was measured here and what the paper quotes stand in columns of their own.
 import itertools
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,20 @@ QUOTES = {  # how the paper's names for a row begin, by ours
     "mnist": {"mnist": "MNIST", "balanced": "MNIST"},
 }
 POINTS_ALONE = ("+sweeps=peers", "+sweeps=peers_mnist")  # their jobs are commands of their own
+NAMES = {"none": "dense", "attention": "attention (ours)"}
 UNKNOWN = "-"
-HINT = "python src/train.py -m +sweeps=peers trains some"
+HINT = "python src/train.py -m +sweeps={} trains some"
 
 
 def table(config: TableConfig, command: str) -> None:
     """Writes `results/<sweep>.md` and a figure beside it, from the records of the runs."""
-    folders = chosen_folders(config, HINT)
+    hint = HINT.format(config.sweep or "peers")
+    folders = chosen_folders(config, hint, alone=True)
     skipped: list[str] = []
     runs = find_runs(folders, skipped.append)
     if not runs:
         where = f"the sweep {config.sweep}" if config.sweep else ", ".join(map(str, folders))
-        raise UserError(f"no finished run in {where}{''.join(f' ({words})' for words in skipped[:1])}: {HINT}")
+        raise UserError(f"no finished run in {where}{''.join(f' ({words})' for words in skipped[:1])}: {hint}")
     for words in skipped:
         print(words, file=sys.stderr)
     path = Path(config.path or f"results/{config.sweep or _name(folders)}.md")
@@ -117,7 +120,7 @@ def _is_machines(word: str) -> bool:
 
 def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
     """The row by column."""
-    record, latency = one.first, _time_ratio(one)
+    record, latency = one.first, (1.0, None) if one is to else _time_ratio(one)
     said = [(q.name.partition(", ")[2], q) for q in quotes(one)]
     values: dict[str, Any] = {
         "row": record["experiment"],
@@ -142,7 +145,7 @@ def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
 
 def _gate(record: dict[str, Any]) -> str:
     if record["gate"] != "cosine":
-        return "dense" if record["gate"] == "none" else record["gate"]
+        return NAMES.get(record["gate"], record["gate"])
     return "predictive" if record.get("signal") == "predicted" else f"cosine, {record.get('polarity', UNKNOWN)}"
 
 
@@ -172,8 +175,9 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             "Measured: test accuracy with hard gates, mean ± standard deviation where there are seeds, best first; "
             "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
             f"gates included, over those of {base}; latency is the time of one image over the dense network's on the "
-            "same engine, where `src/benchmark.py` has measured it. A block is dynamic that 5 to 95% of the images "
-            "compute; what such blocks skip, in percent of all blocks' work as the paper counts it, is skipped by "
+            "same engine, 1 by definition for that network itself, where `src/benchmark.py` has measured it; gates "
+            "that look at F(x) have no deployed form, and nothing to win. A block is dynamic that 5 to 95% of the "
+            "images compute; what such blocks skip, in percent of all blocks' work as the paper counts it, is skipped by "
             "routing, the rest of 1 - counted by blocks that are closed for all.",
             "",
             "Quoted, not measured: the columns `paper:` are the paper's own figures, of ResNet-20 on its schedule.",
@@ -201,7 +205,7 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     figure.draw_without_rendering()  # from now on points have their places
     for axis, rows in zip(axes[0], found.values(), strict=True):
-        name_points(axis, _places(rows))
+        name_points(axis, _places(rows), [(one.cost("counted")[0], 100 * one.accuracy()[0]) for one in rows])
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=130)
     plt.close(figure)
@@ -226,10 +230,12 @@ def _draw_family(axis: Axes, rows: list[Configuration]) -> None:
     axis.grid(alpha=0.3)
 
 
-def name_points(axis: Axes, places: list[tuple[str, float, float]]) -> list[Annotation]:
-    """Each name beside its point, or as near as leaves every point and every other name free."""
+def name_points(
+    axis: Axes, places: list[tuple[str, float, float]], others: Sequence[tuple[float, float]] = ()
+) -> list[Annotation]:
+    """Each name beside its point, or as near as leaves every point, `others` too, and every other name free."""
     renderer = axis.figure.canvas.get_renderer()
-    points = axis.transData.transform([place[1:] for place in places])
+    points = axis.transData.transform([*(place[1:] for place in places), *others])
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
     line = {"arrowstyle": "-", "linewidth": 0.5, "alpha": 0.5, "shrinkA": 0, "shrinkB": 3}
     words = {"textcoords": "offset points", "va": "center", "fontsize": 8, "arrowprops": line}

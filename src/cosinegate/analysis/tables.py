@@ -1,6 +1,8 @@
 """From run folders to results/pareto, and the table in the terminal."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,6 +16,7 @@ from cosinegate.config import SWEEPS, is_number, is_plain_name
 from cosinegate.console import say
 from cosinegate.errors import UserError
 from cosinegate.foreign import read_json
+from cosinegate.record import read_record
 
 LONGEST_TABLE = 200  # rows in a terminal; the files have all of them
 HINT = "make pareto SWEEP=quick trains some in minutes"
@@ -74,8 +77,11 @@ def show_runs(runs: list[Run]) -> None:
         show(family, plots.mark(configurations, "counted"), "counted")
 
 
-def chosen_folders(config: DictConfig, hint: str = HINT) -> list[Path]:
-    """The folders that `runs` names, or those of the runs of a sweep; `hint` says what would make some."""
+def chosen_folders(config: DictConfig, hint: str = HINT, alone: bool = False) -> list[Path]:
+    """The folders that `runs` names, or those of the runs of a sweep; `hint` says what would make some.
+
+    With `alone` also runs that commands of their own have trained for the sweep, with sweep=<name>.
+    """
     if config.sweep is None:
         names = [config.runs] if isinstance(config.runs, str) else config.runs
         if not names or (not OmegaConf.is_list(names) and not isinstance(names, list)):
@@ -88,12 +94,25 @@ def chosen_folders(config: DictConfig, hint: str = HINT) -> list[Path]:
         return [Path(name) for name in names]
     if not is_plain_name(config.sweep):
         raise UserError(f"sweep = {config.sweep}: must be a sweep's name")
-    path = Path(config.runs_dir) / SWEEPS / f"{config.sweep}.json"
+    root = Path(config.runs_dir)
+    path = root / SWEEPS / f"{config.sweep}.json"
+    others = list(_asked_for(root, config.sweep)) if alone else []
     try:
         listed = read_json(path)
     except FileNotFoundError as error:
+        if others:
+            return others
         raise UserError(f"sweep = {config.sweep}: not started yet ({path} would list it): {hint}") from error
     runs = listed.get("runs") if isinstance(listed, dict) else None
     if not isinstance(runs, list) or not all(isinstance(run, str) for run in runs):
         raise UserError(f"{path} cannot be read: it lists no runs")
-    return [Path(config.runs_dir) / run for run in runs]
+    folders = [root / run for run in runs]
+    return folders + [folder for folder in others if folder not in folders]
+
+
+def _asked_for(root: Path, sweep: str) -> Iterator[Path]:
+    """The folders of runs whose record names the sweep; what cannot be read names none."""
+    for path in sorted(root.glob("*/*/record.json")):
+        with contextlib.suppress(UserError):
+            if (read_record(path.parent) or {}).get("sweep") == sweep:
+                yield path.parent
