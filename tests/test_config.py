@@ -24,6 +24,7 @@ BAD = [
     ("objective.tau_target=0", "objective.tau_target", "0", "at most 1"),
     ("objective.tau_target=1.01", "objective.tau_target", "1.01", "at most 1"),
     ("objective.lambda_flops=-1", "objective.lambda_flops", "-1", "at least 0"),
+    ("objective.lambda_full=-1", "objective.lambda_full", "-1", "at least 0"),
     ("objective.lambda_cons=-0.1", "objective.lambda_cons", "-0.1", "at least 0"),
     ("gate.threshold=0", "gate.threshold", "0", "between 0 and 1"),
     ("gate.threshold=1", "gate.threshold", "1", "between 0 and 1"),

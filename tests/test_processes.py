@@ -64,6 +64,7 @@ def test_a_block_that_is_closed_for_all_images_is_the_same_run_in_two_processes(
         "gate.quantile.low=0",
         "objective.tau_target=0.7",
         "gate.quantile.fit=200",
+        "objective.lambda_full=1",
     ]
     exact = [
         "trainer.precision=64-true",

@@ -17,11 +17,12 @@ from cosinegate.stop import Stopped
 TINY = ["data=digits", "trainer.max_epochs=3", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2"]
 TINY += ["trainer.limit_test_batches=1", "data.batch_size=32", "data.eval_batch_size=64", "threads=1"]
 TINY += ["callbacks.curves=null"]
+FULL = ["objective.lambda_full=1"]
 KINDS = {
     "soft": ["+experiment=digits"],
     "hard": ["+experiment=digits", "gate.relaxation.hard=true", "objective.per_step=true", "objective.warmup_epochs=2"],
     "dense": ["+experiment=digits", "gate=none"],
-    "predictive": ["+experiment=digits_predictive", "objective.start_epoch=0", "gate.quantile.fit=64"],
+    "predictive": ["+experiment=digits_predictive", "objective.start_epoch=0", "gate.quantile.fit=64", *FULL],
 }
 POINTS = {"inside the first epoch": (0, 1), "at its last step": (0, 3), "inside a later epoch": (1, 2)}
 POINTS |= {"during validation": (1, "val")}

@@ -98,6 +98,7 @@ def build_objective(config: DictConfig) -> Objective:
         gated,
         chosen.bounds,
         (chosen.reinforce.weight, chosen.reinforce.alpha),
+        chosen.lambda_full,
     )
 
 

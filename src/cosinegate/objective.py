@@ -25,6 +25,7 @@ class Losses(NamedTuple):
     predict: Tensor
     price: Tensor
     reward: Tensor
+    full: Tensor
 
 
 def prog(t: float, warmup_epochs: float, start_epoch: float = 0.0) -> float:
@@ -52,6 +53,8 @@ class Objective(nn.Module):
     target of its own (ConvNet-AIG), and the penalty is the mean of theirs. `bounds` adds DynConv's penalty on blocks
     outside of theirs. `block_weights` are what the N blocks count for, `gated` which of them have a gate.
 
+    With λ_full the network learns from its own full path as well, every gate open: see `full_loss`.
+
     While gates are `sampled`, they learn by reward instead: see `reward_loss`.
 
     With several processes each gives its `share` of the global batch's terms, so that their average is the global loss.
@@ -70,13 +73,14 @@ class Objective(nn.Module):
         gated: Tensor | None = None,
         bounds: float = 0.0,
         reward: tuple[float, float] = (0.0, 0.0),
+        lambda_full: float = 0.0,
     ) -> None:
         super().__init__()
         self.lambda_flops = lambda_flops
         self.lambda_cons = lambda_cons
         self.tau_target = tau_target
         self.sided, self.target, self.bounds = sided, target, bounds
-        self.lambda_predict = lambda_predict
+        self.lambda_predict, self.lambda_full = lambda_predict, lambda_full
         self.reward_weight, self.alpha = reward
         self.prog = 0.0
         self.done = 0.0  # share of the run
@@ -131,6 +135,17 @@ class Objective(nn.Module):
         surprise = F.binary_cross_entropy_with_logits(logits, acted, reduction="none")  # -log of the chance
         return self._weight * (surprise * reward).sum(1).mean()
 
+    @property
+    def asks_full_path(self) -> bool:
+        """From when on gates are asked to close; before that the full path is the one that is taken."""
+        return self.lambda_full > 0 and self.prog > 0
+
+    def full_loss(self, scores: Tensor, target: Tensor, full: Tensor) -> Tensor:
+        """The cross-entropy of the full path's scores (B, classes), and how far those of the routed images diverge from
+        them: the full path teaches the routed ones, and images that skip a block still teach that block."""
+        taught = F.kl_div(scores.log_softmax(1), full.detach().log_softmax(1), reduction="batchmean", log_target=True)
+        return self._weight * (F.cross_entropy(full, target) + taught)
+
     @staticmethod
     def prediction_error(routing: Routing) -> Tensor:
         """The mean squared error over the blocks that have a gate; of the others neither value is a number."""
@@ -142,12 +157,15 @@ class Objective(nn.Module):
     def _weight(self) -> float:
         return 1.0 if self.share is None else self.share.weight
 
-    def forward(self, output: Output, target: Tensor, price_error: Tensor | None = None) -> Losses:
-        """`price_error` is that of logits as guesses of what skipping costs, where gates learn from it."""
+    def forward(
+        self, output: Output, target: Tensor, price_error: Tensor | None = None, full: Tensor | None = None
+    ) -> Losses:
+        """`price_error` is that of logits as guesses of what skipping costs, where gates learn from it; `full` the
+        scores of the full path, where the network learns from that."""
         ce = self._weight * F.cross_entropy(output.logits, target)
         zero = ce.new_zeros(())
         if output.routing is None:
-            return Losses(ce, ce, zero, zero, zero, zero, zero)
+            return Losses(ce, ce, zero, zero, zero, zero, zero, zero)
         cons = self._weight * output.routing.consistency.sum(1).mean()
         flops = self.prog * self.penalty(output.routing.gates)
         predict = self._weight * self.prediction_error(output.routing)
@@ -155,5 +173,7 @@ class Objective(nn.Module):
         reward = zero
         if self.sampled:
             reward = self.reward_loss(output.routing, F.cross_entropy(output.logits, target, reduction="none"))
+        beside = zero if full is None else self.full_loss(output.logits, target, full)
         total = ce + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * (predict + price)
-        return Losses(total + self.reward_weight * reward, ce, cons, flops, predict, price, reward)
+        total = total + self.reward_weight * reward + self.lambda_full * beside
+        return Losses(total, ce, cons, flops, predict, price, reward, beside)

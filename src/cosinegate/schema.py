@@ -140,6 +140,7 @@ class ObjectiveConfig:
     bounds: float = 0.0  # share of the run in which every block is kept near tau_target; 0: none is
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     lambda_predict: float = 1.0  # of the predicted measure's squared error
+    lambda_full: float = 0.0  # of what the network learns from its own full path
     start_epoch: float = 0.0  # prog(t) is 0 until then
     warmup_epochs: float = MISSING  # T_warmup
     per_step: bool = MISSING  # t counts fractions of an epoch

@@ -21,10 +21,11 @@ class GlobalBatchNorm(nn.Module):
         mean = (sums[:-1] / count).view(shape)
         centred = values - mean
         variance = SumOverProcesses.apply(centred.square().sum(places)) / count
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean.flatten(), self.momentum)
-            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        if self.track_running_stats:
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                self.running_mean.lerp_(mean.flatten(), self.momentum)
+                self.running_var.lerp_(variance * count / (count - 1), self.momentum)
         scale = (self.weight * torch.rsqrt(variance + self.eps)).view(shape)
         return (centred * scale + self.bias.view(shape)).to(x.dtype)
 

@@ -44,5 +44,6 @@ class TrainingStatistics(L.Callback):
 
 
 def _terms(module: LitCosineGate) -> dict[str, str]:
-    """What the objective has: the reward only where gates learn by it."""
-    return TERMS | ({"reward": "loss_reward"} if module.objective.reward_weight > 0 else {})
+    """What the objective has: the reward and the full path only where something learns by them."""
+    has = {"reward": module.objective.reward_weight > 0, "full": module.objective.lambda_full > 0}
+    return TERMS | {term: f"loss_{term}" for term, learns in has.items() if learns}

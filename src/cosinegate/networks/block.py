@@ -71,6 +71,12 @@ class ResidualBlock(nn.Module):
         self.looks = looks  # whether its gate looks at this block's input, or decides by what was seen before
         self.consistency = consistency  # whether the consistency term teaches s and F
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether training skips F for every sample now."""
+        first = self.gate is not None and self.gate.decides_first
+        return first and getattr(self.gate.opening, "is_closed", False)
+
     def look(self, x: Tensor, seen: Seen) -> Seen:
         """What its gate is shown: what it sees of x, or what an earlier block of the stage saw."""
         return self.gate.look(x, seen) if self.looks else seen
@@ -82,7 +88,7 @@ class ResidualBlock(nn.Module):
             return self.activation(s + self.residual(x)), None
         if self.gate.decides_first and not self.training:
             return self._skipping(s, x, seen)
-        if self.gate.decides_first and getattr(self.gate.opening, "is_closed", False):
+        if self.is_closed:
             nothing = sum(0.0 * weight.sum() for weight in self.residual.parameters())  # DDP wants every gradient
             return self.activation(s + nothing), BlockRouting(self.gate.decide(seen), None)
         r, dots = self.residual(x), None

@@ -1,6 +1,7 @@
 """A network of gated residual blocks: a stem, the blocks, a head. Any architecture that is such a list can be one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,18 @@ class GatedNetwork(nn.Module):
         logits = self.classify(x)
         return Output(logits, self._routing(taken, logits) if any(taken) else None)
 
+    def full_path(self, images: Tensor) -> Tensor:
+        """Class scores with all blocks open but those that are closed for every image; no gate is asked.
+
+        BatchNorm's moments stay those of the routed images.
+        """
+        with _moments_kept(self):
+            x = self.stem(images)
+            for block in self.blocks:
+                s = block.shortcut(x)
+                x = block.activation(s.clone() if block.is_closed else s + block.residual(x))
+        return self.classify(x)
+
     def classify(self, x: Tensor) -> Tensor:
         """Class scores of what the last block gave."""
         return self.head(global_average_pool(x))
@@ -68,6 +81,19 @@ class GatedNetwork(nn.Module):
 
     def extra_repr(self) -> str:
         return f"detach_target={self.detach_target}"
+
+
+@contextmanager
+def _moments_kept(network: nn.Module) -> Iterator[None]:
+    """Training normalises a batch by its own moments as ever, but none are learned from it."""
+    layers = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
 
 
 def _stacked(records: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:

@@ -1,0 +1,104 @@
+"""What a network learns from its own full path, every gate open."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import config
+
+from cosinegate.build import build_module
+from cosinegate.lit import LitCosineGate
+from cosinegate.networks import Output, Routing
+from cosinegate.objective import Objective
+from cosinegate.record import read_metrics
+from cosinegate.run import train
+
+SMALL = ["data=digits", "network.depth=14", "network.width=4", "threads=1"]
+
+
+def routed(scores: torch.Tensor) -> Output:
+    return Output(scores, Routing(*[torch.zeros(len(scores), 3, dtype=scores.dtype)] * 6))
+
+
+def softmax(scores: list[float]) -> list[float]:
+    total = sum(math.exp(score) for score in scores)
+    return [math.exp(score) / total for score in scores]
+
+
+def slow_full_loss(scores, target, full) -> float:
+    total = 0.0
+    for own, label, taught_by in zip(scores, target, full, strict=True):
+        p, q = softmax(taught_by), softmax(own)
+        total += -math.log(p[label]) + sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    return total / len(scores)
+
+
+def test_it_equals_its_slow_form_and_its_gradient(rng):
+    objective = Objective(0.0, 0.0, 0.5, lambda_full=0.3)
+    scores, full = torch.randn(2, 5, 4, generator=rng, dtype=torch.float64)
+    target = torch.tensor([0, 1, 2, 3, 0])
+    losses = objective(routed(scores), target, full=full)
+    expected = slow_full_loss(scores.tolist(), target.tolist(), full.tolist())
+    assert losses.full.item() == pytest.approx(expected)
+    assert losses.total.item() == pytest.approx(losses.ce.item() + 0.3 * expected)
+    assert torch.autograd.gradcheck(lambda own: objective.full_loss(own, target, full), scores.requires_grad_())
+
+
+def test_the_routed_images_teach_the_full_path_nothing(rng):
+    objective = Objective(0.0, 0.0, 0.5, lambda_full=1.0)
+    scores, target = torch.randn(5, 4, generator=rng), torch.tensor([0, 1, 2, 3, 0])
+    full = torch.randn(5, 4, generator=rng).requires_grad_()
+    objective.full_loss(scores, target, full).backward()
+    found, full.grad = full.grad, None
+    torch.nn.functional.cross_entropy(full, target).backward()
+    torch.testing.assert_close(found, full.grad)
+
+
+@pytest.mark.parametrize("gate", ["cosine", "predictive", "aig"])
+def test_it_is_the_dense_network_of_the_same_weights_and_leaves_every_moment_as_it_was(gate):
+    torch.manual_seed(0)
+    gated = build_module(config(f"gate={gate}", *SMALL)).network.train()
+    dense = build_module(config("gate=none", *SMALL)).network.train()
+    dense.load_state_dict({name: value for name, value in gated.state_dict().items() if ".gate." not in name})
+    before, images = copy.deepcopy(gated.state_dict()), torch.randn(16, 1, 8, 8)
+    torch.testing.assert_close(gated.full_path(images), dense(images).logits, rtol=0, atol=0)
+    for name, value in gated.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    gated(images)
+    assert not torch.equal(gated.state_dict()["stem.1.running_mean"], before["stem.1.running_mean"])
+
+
+def test_it_is_asked_from_the_step_on_in_which_gates_may_close(tmp_path, monkeypatch):
+    asked, step = [], LitCosineGate.training_step
+
+    def watched(self, batch, batch_idx):
+        found = step(self, batch, batch_idx)
+        asked.append((self.objective.prog > 0, found["losses"].full.item() > 0))
+        return found
+
+    monkeypatch.setattr(LitCosineGate, "training_step", watched)
+    late = ["+experiment=digits_predictive", "objective.start_epoch=1", "objective.lambda_full=0.5"]
+    late += ["objective.warmup_epochs=1", "objective.per_step=true", "trainer.max_epochs=3", *SMALL]
+    late += [f"trainer.limit_{stage}_batches=3" for stage in ("train", "val", "test")]
+    chosen = config(*late, f"runs_dir={tmp_path}")
+    train(chosen)
+    assert asked == [(False, False)] * 4 + [(True, True)] * 5  # in the first step of a ramp nothing is asked yet
+    rows = read_metrics(Path(chosen.run_dir))
+    assert rows[1]["train/loss_full"] == 0
+    terms = {name: rows[3][f"train/loss_{name}"] for name in ("ce", "predict", "price", "full")}
+    whole = terms["ce"] + terms["predict"] + terms["price"] + 0.5 * terms["full"]
+    assert rows[3]["train/loss"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_block_that_is_closed_for_every_image_is_closed_on_it_too():
+    closed = ["+experiment=predictive_balanced", "data=digits", "network.width=4"]
+    network = build_module(config(*closed)).network.train()
+    shut = next(place for place, block in enumerate(network.blocks) if block.is_closed)
+    assert shut == 2
+    images, ran = torch.randn(4, 1, 8, 8), []
+    for place, block in enumerate(network.blocks):
+        block.residual.register_forward_hook(lambda *_, place=place: ran.append(place))
+    network.full_path(images)
+    assert ran == [0, 1, 3, 4, 5, 6, 7, 8]
