@@ -1,10 +1,11 @@
 """The skipping runtime: F runs for the samples whose gate is open, and for no other.
 
 What is done for its time: the convolution, the addition and the ReLU are one oneDNN call, with weights laid out once; a
-batch is cut into micro-batches, so that what is gathered and scattered is still in cache; the result is written into
-the maps of the batch, so that a closed sample's map is not touched at all.
+batch is cut into micro-batches, whose maps stay in cache; a closed sample that stands among open ones changes places
+with an open one behind them, so that F runs on a slice and writes over it. No other map is touched.
 """
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -50,6 +51,34 @@ class FusedConv:
         )
 
 
+class Places:
+    """Which sample of a micro-batch stands where: `order` has, for each place, the sample's own number."""
+
+    def __init__(self, size: int) -> None:
+        self.order = torch.arange(size)
+        self.moved: Tensor | None = None  # by the last gate: for each place, the one that the sample came from
+
+    def open_first(self, x: Tensor, is_open: Tensor, number: int) -> None:
+        """Swaps maps of x (B, C, H, W), so that the open samples are the first ones. Few change places: at most as many
+        as are open, and at most as many as are closed."""
+        closed = (~is_open[:number]).nonzero().squeeze(1)
+        if len(closed) == 0:
+            return
+        opened = is_open[number:].nonzero().squeeze(1) + number
+        here, there = torch.cat((closed, opened)), torch.cat((opened, closed))
+        rows = _rows(x)
+        rows.index_copy_(0, here, rows.index_select(0, there))
+        self.moved = torch.arange(len(x))
+        self.moved[here] = there
+        self.order = self.order[self.moved]
+
+    def follow(self, seen: Seen) -> Seen:
+        """What was seen, where the samples stand now."""
+        if self.moved is None:
+            return seen
+        return tuple(part[self.moved] for part in seen) if isinstance(seen, tuple) else seen[self.moved]
+
+
 class RuntimeBlock:
     """A folded block with its calls laid out."""
 
@@ -58,7 +87,7 @@ class RuntimeBlock:
         self.conv1, self.conv2 = FusedConv(block.conv1), FusedConv(block.conv2)
         self.is_identity = isinstance(block.shortcut, nn.Identity)
 
-    def __call__(self, x: Tensor, seen: Seen, gates: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, seen: Seen, places: Places, gates: Tensor) -> Tensor:
         """Takes x away: its memory may hold the result. Writes what was decided into `gates`."""
         block = self.block
         if block.removed:
@@ -67,16 +96,20 @@ class RuntimeBlock:
         if block.head is None:
             return self.full(x)
         is_open = block.head(seen).squeeze(1)
-        gates.copy_(is_open)
-        computed = is_open.nonzero().squeeze(1)
-        if len(computed) == len(x):
+        gates[places.order] = is_open
+        number = int(is_open.sum())
+        if number == len(x):
             return self.full(x)
-        y = block.identity(x)
-        if len(computed) == 0:
+        if number == 0:
+            return block.identity(x)
+        if not self.is_identity:
+            computed, y = is_open.nonzero().squeeze(1), block.identity(x)
+            some = self.full(_like_rows(_rows(x).index_select(0, computed), x))
+            _rows(y).index_copy_(0, computed, _rows(some))
             return y
-        some = self.full(_like_rows(_rows(x).index_select(0, computed), x))
-        _rows(y).index_copy_(0, computed, _rows(some))
-        return y
+        places.open_first(x, is_open, number)
+        self.full(x[:number])
+        return x
 
     def full(self, x: Tensor) -> Tensor:
         onto = x if self.is_identity else self.block.shortcut(x).contiguous(memory_format=torch.channels_last)
@@ -94,6 +127,12 @@ def _like_rows(rows: Tensor, like: Tensor) -> Tensor:
     return rows.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
 
+def _looks_back(later: Iterable[FoldedBlock]) -> bool:
+    """Whether what was seen so far is looked at again: by the next block that has an eye or a head."""
+    block = next((block for block in later if block.eye is not None or block.head is not None), None)
+    return block is not None and (block.eye is None or block.eye.carries)
+
+
 class SkippingNetwork:
     """Class scores of images (B, C, H, W); `gates` is what the last call decided, (B, N) over the blocks.
 
@@ -104,6 +143,7 @@ class SkippingNetwork:
     def __init__(self, network: FoldedNetwork, micro_batch: int = MICRO_BATCH, workers: int = 0) -> None:
         self.network = network.eval().to(memory_format=torch.channels_last)
         self.stem, self.blocks = FusedConv(network.stem), [RuntimeBlock(block) for block in network.blocks]
+        self.looked_back = [_looks_back(network.blocks[place + 1 :]) for place in range(len(network.blocks))]
         self.micro_batch = micro_batch
         self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) if workers else None
         self.gates: Tensor | None = None
@@ -120,8 +160,13 @@ class SkippingNetwork:
     @torch.inference_mode()
     def _run(self, images: Tensor, gates: Tensor) -> Tensor:
         x, seen = self.stem(images.contiguous(memory_format=torch.channels_last)), self.network.begin(images)
+        places = Places(len(images))
         for place, block in enumerate(self.blocks):
             if block.block.eye is not None:
                 seen = block.block.eye(x, seen)
-            x = block(x, seen, gates[:, place])
-        return self.network.head(geometry.global_average_pool(x))
+            places.moved = None
+            x = block(x, seen, places, gates[:, place])
+            if self.looked_back[place]:
+                seen = places.follow(seen)
+        scores = self.network.head(geometry.global_average_pool(x))
+        return torch.empty_like(scores).index_copy_(0, places.order, scores)
