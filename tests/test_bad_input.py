@@ -173,6 +173,7 @@ CASES = [  # the command line, what the line says, and the environment
     ("train =5", "override must be a string"),
     ("train +experiment=digits hydra.sweeper.dry_run=true", "add -m"),
     ("train gate=none objective=reinforce data=digits", "no gates that could learn"),
+    ("train gate=none objective.lambda_full=1 data=digits", "no other path than the full one"),
     ("evaluate runs/digits/a-run", "key=value"),
     ("train --nonsense", "unrecognized arguments: --nonsense"),
     ("train --config-name=nonsense", "Cannot find primary config"),

@@ -24,6 +24,7 @@ BAD = [
     ("objective.tau_target=0", "objective.tau_target", "0", "at most 1"),
     ("objective.tau_target=1.01", "objective.tau_target", "1.01", "at most 1"),
     ("objective.lambda_flops=-1", "objective.lambda_flops", "-1", "at least 0"),
+    ("gate.quantile.high=1.1", "gate.quantile.high", "1.1", "at most 1"),
     ("objective.lambda_full=-1", "objective.lambda_full", "-1", "at least 0"),
     ("objective.lambda_cons=-0.1", "objective.lambda_cons", "-0.1", "at least 0"),
     ("gate.threshold=0", "gate.threshold", "0", "between 0 and 1"),
@@ -81,6 +82,13 @@ def test_identity_follows_what_a_run_computes_and_nothing_else():
         assert identity(config(override)) == identity(config()), override
     found = {identity(config(override)) for override in other} | {identity(config())}
     assert len(found) == len(other) + 1
+
+
+def test_a_key_that_came_later_changes_no_run_that_does_without_it():
+    assert identity(config("+experiment=balanced")) == "010e51cdce"
+    assert identity(config("+experiment=balanced", "objective.lambda_full=1")) != identity(
+        config("+experiment=balanced")
+    )
 
 
 PAPER = {

@@ -51,7 +51,7 @@ def test_a_checkpoint_from_before_a_key_means_what_it_meant(run, tmp_path):
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     for key in ("signal", "measure", "first_blocks", "calibration", "predictor", "quantile"):
         del stored["hyper_parameters"]["gate"][key]
-    for key in ("sided", "lambda_predict", "start_epoch"):
+    for key in ("sided", "lambda_predict", "lambda_full", "start_epoch"):
         del stored["hyper_parameters"]["objective"][key]
     del stored["hyper_parameters"]["optimizer"]["gate_lr"]
     torch.save(stored, tmp_path / "older.ckpt")

@@ -56,11 +56,12 @@ def test_the_routed_images_teach_the_full_path_nothing(rng):
     torch.testing.assert_close(found, full.grad)
 
 
-@pytest.mark.parametrize("gate", ["cosine", "predictive", "aig"])
-def test_it_is_the_dense_network_of_the_same_weights_and_leaves_every_moment_as_it_was(gate):
+@pytest.mark.parametrize("network", [(), ("network.shortcut=projection",), ("network.post_activation=false",)])
+@pytest.mark.parametrize("gate", ["cosine", "predictive", "aig", "skipnet", "skipnet_recurrent", "random"])
+def test_it_is_the_dense_network_of_the_same_weights_and_leaves_every_moment_as_it_was(gate, network):
     torch.manual_seed(0)
-    gated = build_module(config(f"gate={gate}", *SMALL)).network.train()
-    dense = build_module(config("gate=none", *SMALL)).network.train()
+    gated = build_module(config(f"gate={gate}", *SMALL, *network)).network.train()
+    dense = build_module(config("gate=none", *SMALL, *network)).network.train()
     dense.load_state_dict({name: value for name, value in gated.state_dict().items() if ".gate." not in name})
     before, images = copy.deepcopy(gated.state_dict()), torch.randn(16, 1, 8, 8)
     torch.testing.assert_close(gated.full_path(images), dense(images).logits, rtol=0, atol=0)
@@ -68,6 +69,41 @@ def test_it_is_the_dense_network_of_the_same_weights_and_leaves_every_moment_as_
         assert torch.equal(value, before[name]), name
     gated(images)
     assert not torch.equal(gated.state_dict()["stem.1.running_mean"], before["stem.1.running_mean"])
+
+
+def test_it_is_a_torchvision_networks_too():
+    torch.manual_seed(0)
+    gated = build_module(config("gate=aig", "network=resnet18", "data=digits")).network.train()
+    before, images = copy.deepcopy(gated.state_dict()), torch.randn(4, 1, 8, 8)
+    assert gated.full_path(images).shape == (4, 10)
+    for name, value in gated.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_images_that_skip_a_block_teach_it_through_the_full_path():
+    torch.manual_seed(0)
+    module = build_module(config("+experiment=digits_predictive", *SMALL, "objective.lambda_full=1")).train()
+    budget = next(block.gate.opening.budget for block in module.network.blocks if block.gate)
+    budget.shares = lambda *_: [0.001] * len(budget.costs)  # none of sixteen: as good as closed, but not for good
+    module.objective.prog, batch = 1.0, (torch.randn(16, 1, 8, 8), torch.arange(16) % 10)
+    for lambda_full, taught in ((0.0, False), (1.0, True)):
+        module.objective.lambda_full = lambda_full
+        module.zero_grad()
+        module.objective(
+            module.network(batch[0]),
+            batch[1],
+            full=module.network.full_path(batch[0]) if module.objective.asks_full_path else None,
+        ).total.backward()
+        for block in module.network.blocks:
+            if block.gate is not None:
+                assert (block.residual[0].weight.grad.abs().sum() > 0) == taught
+
+
+@pytest.mark.parametrize("pattern", [[1, 0, 1, 1, 1, 1]])
+def test_a_block_that_is_never_open_is_not_on_it(pattern):
+    network = build_module(config("gate=fixed", *SMALL, f"gate.pattern={pattern}".replace(" ", ""))).network.train()
+    network.full_path(torch.randn(16, 1, 8, 8)).sum().backward()
+    assert [block.residual[0].weight.grad is None for block in network.blocks] == [not is_open for is_open in pattern]
 
 
 def test_it_is_asked_from_the_step_on_in_which_gates_may_close(tmp_path, monkeypatch):

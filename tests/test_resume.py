@@ -1,6 +1,7 @@
 """A run that is stopped anywhere and started again ends with the bits of one that was never stopped."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from conftest import config, process, started
 
 from cosinegate.config import run_folder
+from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics, read_record
 from cosinegate.run import train
@@ -110,6 +112,16 @@ def test_a_stopped_run_ends_as_one_that_was_never_stopped(never_stopped, point, 
     assert seen[0] == first.get(point, (2, 0))  # no step is trained twice
     assert_same_run(whole, folder)
     folder.rename(root / point)
+
+
+def test_a_checkpoint_of_another_network_is_answered_with_a_line(tmp_path):
+    folder, dense = start(tmp_path / "one", "predictive"), start(tmp_path / "other", "dense")
+    written = (folder / "record.json").read_text()
+    (folder / "record.json").write_text(written.replace('"status": "finished"', '"status": "stopped"'))
+    shutil.copy(dense / "checkpoints" / "last.ckpt", folder / "checkpoints" / "last.ckpt")
+    with pytest.raises(UserError, match=r"last.ckpt is of another network, or was written by another version: "):
+        start(tmp_path / "one", "predictive")
+    assert read_metrics(folder)[3]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

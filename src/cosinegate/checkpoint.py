@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from cosinegate.errors import UserError
 from cosinegate.foreign import check_plain, first_line
@@ -30,6 +31,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a checkpoint of this program")
     check_plain(config, path, resolved=True)
     return stored
+
+
+def load_weights(module: nn.Module, stored: dict[str, Any], path: Path) -> None:
+    """Puts a checkpoint's weights into a module; those of another network, or version, are answered with one line."""
+    try:
+        module.load_state_dict(stored["state_dict"])
+    except (RuntimeError, AttributeError, TypeError) as error:
+        words = "is of another network, or was written by another version"
+        raise UserError(f"{path} {words}: {first_line(error)}") from error
 
 
 def _check_archive(path: Path) -> None:

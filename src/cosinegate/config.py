@@ -17,7 +17,8 @@ NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "sweep", "save
 NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
-
+# Keys that came after runs had been trained, with the value by which a run is what it was without them.
+LATER = {"objective.lambda_full": 0.0}
 
 LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
 DEEPEST, WIDEST = 1202, 4096
@@ -174,6 +175,8 @@ def validate(config: DictConfig) -> None:
         )
     if config.objective.reinforce.weight > 0 and config.gate.kind is GateKind.none:
         raise UserError("objective.reinforce.weight: a dense network has no gates that could learn from a reward")
+    if config.objective.lambda_full > 0 and config.gate.kind is GateKind.none:
+        raise UserError("objective.lambda_full: a dense network has no other path than the full one")
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
     if len(config.data.mean) != len(config.data.std):
@@ -207,7 +210,8 @@ def identity(config: DictConfig) -> str:
     copy = config.copy()
     copy.run_dir = None  # callbacks may point into it
     content = primitives(copy)
-    for key in NOT_IDENTITY:
+    unchanged = [key for key, value in LATER.items() if OmegaConf.select(copy, key) == value]
+    for key in (*NOT_IDENTITY, *unchanged):
         *parents, last = key.split(".")
         node = content
         for parent in parents:

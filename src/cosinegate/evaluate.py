@@ -14,7 +14,7 @@ from cosinegate.build import build_module
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
-from cosinegate.checkpoint import read_checkpoint
+from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.commands import EvaluateConfig
 from cosinegate.config import convolution_weights, is_batches, require_positive, validate
 from cosinegate.data.module import ImageData
@@ -140,8 +140,5 @@ def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
         module = build_module(config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    try:
-        module.load_state_dict(stored["state_dict"])
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} was written by another version: {first_line(error)}") from error
+    load_weights(module, stored, path)
     return module, config

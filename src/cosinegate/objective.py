@@ -53,7 +53,7 @@ class Objective(nn.Module):
     target of its own (ConvNet-AIG), and the penalty is the mean of theirs. `bounds` adds DynConv's penalty on blocks
     outside of theirs. `block_weights` are what the N blocks count for, `gated` which of them have a gate.
 
-    With λ_full the network learns from its own full path as well, every gate open: see `full_loss`.
+    With λ_full the network learns from its own full path as well, on which every gate is open: see `full_loss`.
 
     While gates are `sampled`, they learn by reward instead: see `reward_loss`.
 
@@ -137,13 +137,14 @@ class Objective(nn.Module):
 
     @property
     def asks_full_path(self) -> bool:
-        """From when on gates are asked to close; before that the full path is the one that is taken."""
+        """While prog(t) asks gates to close: calibrated gates that begin open send every image along it until then."""
         return self.lambda_full > 0 and self.prog > 0
 
     def full_loss(self, scores: Tensor, target: Tensor, full: Tensor) -> Tensor:
         """The cross-entropy of the full path's scores (B, classes), and how far those of the routed images diverge from
         them: the full path teaches the routed ones, and images that skip a block still teach that block."""
-        taught = F.kl_div(scores.log_softmax(1), full.detach().log_softmax(1), reduction="batchmean", log_target=True)
+        own, teacher = (_at_least_float32(some).log_softmax(1) for some in (scores, full.detach()))
+        taught = F.kl_div(own, teacher, reduction="batchmean", log_target=True)
         return self._weight * (F.cross_entropy(full, target) + taught)
 
     @staticmethod
@@ -173,7 +174,12 @@ class Objective(nn.Module):
         reward = zero
         if self.sampled:
             reward = self.reward_loss(output.routing, F.cross_entropy(output.logits, target, reduction="none"))
-        beside = zero if full is None else self.full_loss(output.logits, target, full)
+        of_full = zero if full is None else self.full_loss(output.logits, target, full)
         total = ce + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * (predict + price)
-        total = total + self.reward_weight * reward + self.lambda_full * beside
-        return Losses(total, ce, cons, flops, predict, price, reward, beside)
+        total = total + self.reward_weight * reward + self.lambda_full * of_full
+        return Losses(total, ce, cons, flops, predict, price, reward, of_full)
+
+
+def _at_least_float32(scores: Tensor) -> Tensor:
+    """The divergence of two predictions that are nearly the same is lost in fewer digits."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))

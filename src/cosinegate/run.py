@@ -33,7 +33,7 @@ from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, SwitchOver, Warmup
 from cosinegate.callbacks.training_statistics import TrainingStatistics
-from cosinegate.checkpoint import read_checkpoint
+from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.choices import Calibration, GateKind, Validation
 from cosinegate.config import identity, run_folder, validate
 from cosinegate.data.module import ImageData
@@ -111,7 +111,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
         record.start(trainer, before)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         best = folder / "checkpoints" / BEST
-        resumed = _last_intact(folder / "checkpoints")
+        resumed = _last_intact(folder / "checkpoints", module)
         if job is None:
             console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
         try:
@@ -250,7 +250,7 @@ def _own_record(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
     return before
 
 
-def _last_intact(folder: Path) -> Path | None:
+def _last_intact(folder: Path, module: LitCosineGate) -> Path | None:
     """The checkpoint to go on from. A damaged one is put aside, and the one before it is taken."""
     last, previous = folder / LAST, folder / PREVIOUS
     if last.exists() and not is_intact(last):
@@ -261,7 +261,7 @@ def _last_intact(folder: Path) -> Path | None:
             last.replace(last.with_name("damaged.ckpt"))
     found = next((path for path in (last, previous) if path.exists()), None)
     if found is not None:
-        read_checkpoint(found)  # a file of something else is answered with a line
+        load_weights(module, read_checkpoint(found), found)  # what is something else is answered with a line
     return found
 
 
@@ -274,7 +274,7 @@ def _best_intact(best: Path, rows: dict[int, Row], module: LitCosineGate) -> Pat
     if not best.exists() or not is_intact(best):
         what = f"is {'damaged' if best.exists() else 'gone'}, and epoch {epoch} is the one to test"
         raise UserError(f"{best} {what}; move the run's folder away to train again")
-    read_checkpoint(best)
+    load_weights(module, read_checkpoint(best), best)
     return best
 
 

@@ -2,7 +2,8 @@
 
 What is done for its time: the convolution, the addition and the ReLU are one oneDNN call, with weights laid out once; a
 batch is cut into micro-batches, whose maps stay in cache; a closed sample that stands among open ones changes places
-with an open one behind them, so that F runs on a slice and writes over it. No other map is touched.
+with an open one behind them, so that F runs on a slice and writes over it, and no other map is touched. (A gated block
+that changes the shape gathers its open samples and scatters them.)
 """
 
 from collections.abc import Iterable
@@ -52,15 +53,15 @@ class FusedConv:
 
 
 class Places:
-    """Which sample of a micro-batch stands where: `order` has, for each place, the sample's own number."""
+    """Which sample of a micro-batch stands where."""
 
-    def __init__(self, size: int) -> None:
-        self.order = torch.arange(size)
+    def __init__(self) -> None:
+        self.order: Tensor | None = None  # for each place, the sample's own number; None while all stand in their own
         self.moved: Tensor | None = None  # by the last gate: for each place, the one that the sample came from
 
     def open_first(self, x: Tensor, is_open: Tensor, number: int) -> None:
-        """Swaps maps of x (B, C, H, W), so that the open samples are the first ones. Few change places: at most as many
-        as are open, and at most as many as are closed."""
+        """Swaps maps of x (B, C, H, W), so that the open samples are the first ones. There are at most as many swaps as
+        open samples, and at most as many as closed ones."""
         closed = (~is_open[:number]).nonzero().squeeze(1)
         if len(closed) == 0:
             return
@@ -70,13 +71,18 @@ class Places:
         rows.index_copy_(0, here, rows.index_select(0, there))
         self.moved = torch.arange(len(x))
         self.moved[here] = there
-        self.order = self.order[self.moved]
+        self.order = self.moved if self.order is None else self.order[self.moved]
 
     def follow(self, seen: Seen) -> Seen:
-        """What was seen, where the samples stand now."""
+        """What was seen before the last gate, where the samples stand now."""
         if self.moved is None:
             return seen
-        return tuple(part[self.moved] for part in seen) if isinstance(seen, tuple) else seen[self.moved]
+        moved, self.moved = self.moved, None
+        return tuple(part[moved] for part in seen) if isinstance(seen, tuple) else seen[moved]
+
+    def in_own_places(self, values: Tensor) -> Tensor:
+        """The samples' values (B, ...), in the order in which they came."""
+        return values if self.order is None else torch.empty_like(values).index_copy_(0, self.order, values)
 
 
 class RuntimeBlock:
@@ -96,7 +102,8 @@ class RuntimeBlock:
         if block.head is None:
             return self.full(x)
         is_open = block.head(seen).squeeze(1)
-        gates[places.order] = is_open
+        gates.copy_(places.in_own_places(is_open))
+        places.moved = None
         number = int(is_open.sum())
         if number == len(x):
             return self.full(x)
@@ -160,13 +167,11 @@ class SkippingNetwork:
     @torch.inference_mode()
     def _run(self, images: Tensor, gates: Tensor) -> Tensor:
         x, seen = self.stem(images.contiguous(memory_format=torch.channels_last)), self.network.begin(images)
-        places = Places(len(images))
+        places = Places()
         for place, block in enumerate(self.blocks):
             if block.block.eye is not None:
                 seen = block.block.eye(x, seen)
-            places.moved = None
             x = block(x, seen, places, gates[:, place])
             if self.looked_back[place]:
                 seen = places.follow(seen)
-        scores = self.network.head(geometry.global_average_pool(x))
-        return torch.empty_like(scores).index_copy_(0, places.order, scores)
+        return places.in_own_places(self.network.head(geometry.global_average_pool(x)))

@@ -16,6 +16,10 @@ class FixedGate(StaticGate):
     def constant(self) -> bool:
         return self.is_open
 
+    @property
+    def is_closed(self) -> bool:
+        return not self.is_open
+
     def decide(self, seen: Seen) -> Decision:
         logit = seen.new_full((len(seen),), 1.0 if self.is_open else -1.0)
         return decided((logit > 0).to(logit.dtype), logit)

@@ -49,6 +49,11 @@ class Gate(nn.Module):
         """Whether it is open or closed for every image of an evaluation; None where that depends on the image."""
         return None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether training skips F for every sample now."""
+        return getattr(self.opening, "is_closed", False)
+
     def begin(self, images: Tensor) -> Seen:
         """What is known before the first block, of the images (B, C, H, W)."""
         return None

@@ -74,8 +74,7 @@ class ResidualBlock(nn.Module):
     @property
     def is_closed(self) -> bool:
         """Whether training skips F for every sample now."""
-        first = self.gate is not None and self.gate.decides_first
-        return first and getattr(self.gate.opening, "is_closed", False)
+        return self.gate is not None and self.gate.decides_first and self.gate.is_closed
 
     def look(self, x: Tensor, seen: Seen) -> Seen:
         """What its gate is shown: what it sees of x, or what an earlier block of the stage saw."""

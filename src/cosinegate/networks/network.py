@@ -86,14 +86,14 @@ class GatedNetwork(nn.Module):
 @contextmanager
 def _moments_kept(network: nn.Module) -> Iterator[None]:
     """Training normalises a batch by its own moments as ever, but none are learned from it."""
-    layers = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    layers = {m: m.track_running_stats for m in network.modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
     for layer in layers:
         layer.track_running_stats = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer.track_running_stats = True
+        for layer, tracked in layers.items():
+            layer.track_running_stats = tracked
 
 
 def _stacked(records: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
