@@ -175,10 +175,16 @@ def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):
     for row in found["rows"]:
         assert row["ms_per_image"] == min(row["ways"].values()) == row["ways"][row["way"]]
     for batch in ("1", "64"):  # what skipping pays for
-        dense, skipping = (found["kernels"][batch][name] for name in ("dense", "skipping"))
+        dense, skipping = (found["kernels"][batch]["onnxruntime"][name] for name in ("dense", "skipping"))
         assert dense["branches"] == dense["selecting"] == 0 < dense["convolutions"]
         assert skipping["branches" if batch == "1" else "selecting"] > 0
         assert all(value >= 0 for value in (*dense.values(), *skipping.values()))
+        dense, skipping = (found["kernels"][batch]["torch"][name] for name in ("dense", "skipping"))
+        assert all(spent["convolutions"] > max(0, spent["matrix products"]) for spent in (dense, skipping))
+        assert skipping["statistics"] > dense["statistics"]
+        assert all(value >= 0 for value in (*dense.values(), *skipping.values()))
+    missed = {str(row["batch"]) for row in found["rows"] if row["met"] is False}
+    assert missed <= set(found["kernels"])
     drawn = process("src/pareto.py", f"runs={run.parent}", "x=latency", f"folder={run.parent / 'pareto'}")
     assert drawn.returncode == 0, drawn.stderr
     assert "latency" in drawn.stdout

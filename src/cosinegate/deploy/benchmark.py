@@ -97,8 +97,8 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
             rows += _rows(models, int8, ways.at(batch), batch, images, asked.rounds)
-        console.say("asking onnxruntime where its time goes")
-        kernels = {str(batch): ways.kernels(batch, images) for batch in _ends(asked.batches)}
+        console.say("asking both engines where their time goes")
+        kernels = {str(batch): ways.kernels(batch, images) for batch in _profiled(rows)}
     found = {
         "run": str(run_folder_of(trained.path)),
         "data": trained.config.data.name.name,
@@ -199,8 +199,10 @@ def _rows(
     return sorted(made, key=lambda row: row.engine)
 
 
-def _ends(batches: list[int]) -> list[int]:
-    return sorted({min(batches), max(batches)})
+def _profiled(rows: list[Row]) -> list[int]:
+    """The smallest batch, the largest, and those at which a bar is missed."""
+    batches = [row.batch for row in rows]
+    return sorted({min(batches), max(batches), *(row.batch for row in rows if row.met is False)})
 
 
 def _bar(engine: str, batch: int, executed: float) -> float | None:

@@ -45,18 +45,19 @@ def _ways(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _kernels(kernels: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """What a skipping network saves in convolutions and pays for routing."""
-    lines = [
-        "",
-        "Where onnxruntime's time goes, by its profiler (one thread, ms an image; profiling itself takes time):",
-    ]
-    kinds = list(next(iter(kernels.values()))["dense"])
-    lines += ["", f"| batch | model | {' | '.join(kinds)} | sum |", f"|---:|---|{'---:|' * (len(kinds) + 1)}"]
-    for batch, models in kernels.items():
-        for name, spent in models.items():
-            figures = " | ".join(f"{value:.3f}" for value in (*spent.values(), sum(spent.values())))
-            lines.append(f"| {batch} | {name} | {figures} |")
+def _kernels(kernels: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list[str]:
+    """What a skipping network saves in convolutions and pays for routing, at the first and the last batch size and
+    where a bar is missed."""
+    lines = []
+    for engine in ("onnxruntime", "torch"):
+        words = "by its profiler (one thread, ms an image, the batch whole; profiling itself takes time)"
+        kinds = list(next(iter(kernels.values()))[engine]["dense"])
+        lines += ["", f"Where {engine}'s time goes, {words}:", "", f"| batch | model | {' | '.join(kinds)} | sum |"]
+        lines += [f"|---:|---|{'---:|' * (len(kinds) + 1)}"]
+        for batch, engines in kernels.items():
+            for name, spent in engines[engine].items():
+                figures = " | ".join(f"{value:.3f}" for value in (*spent.values(), sum(spent.values())))
+                lines.append(f"| {batch} | {name} | {figures} |")
     return lines
 
 

@@ -1,12 +1,17 @@
-"""Where onnxruntime's time goes, by its own profiler."""
+"""Where the time of a deployed network goes, by onnxruntime's profiler and by torch's."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.onnx_forms import session
+from cosinegate.deploy.skipping import SkippingNetwork
 
 KINDS = {  # of operators; those that are not here are "other"
     "convolutions": ("Conv", "FusedConv"),
@@ -15,6 +20,12 @@ KINDS = {  # of operators; those that are not here are "other"
     "selecting": ("NonZero", "Gather", "GatherND", "ScatterND", "ScatterElements"),
     "statistics": ("ReduceMean", "ReduceMax", "GlobalAveragePool", "GlobalMaxPool", "AveragePool", "MaxPool"),
     "matrix products": ("Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
+}
+TORCH_KINDS = {  # the same, by a part of the operators' names; the first that fits
+    "convolutions": ("conv",),
+    "selecting": ("index", "nonzero", "arange", "copy_"),
+    "statistics": ("mean", "var", "std", "max", "sum", "sqrt", "square"),
+    "matrix products": ("mm", "linear"),
 }
 KIND_OF = {operator: kind for kind, operators in KINDS.items() for operator in operators}
 
@@ -36,6 +47,27 @@ def kernel_times(path: Path, images: np.ndarray, batch: int, scratch: Path) -> d
             spent["branches"] -= event["dur"]
     spent["between"] = whole - sum(spent.values())
     return {kind: spent[kind] / 1000 / len(images) for kind in (*KINDS, "other", "between")}
+
+
+def operator_times(network: FoldedNetwork, images: Tensor, batch: int) -> dict[str, float]:
+    """ms an image of every kind of operator in the skipping runtime, on one thread; `between` is what none takes."""
+    runtime, parts = SkippingNetwork(network, batch), images.split(batch)
+    runtime(parts[0])
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for part in parts:
+            with torch.profiler.record_function("whole"):
+                runtime(part)
+    spent: Counter[str] = Counter()
+    for event in profiled.key_averages():
+        if event.key == "whole":
+            spent["between"] += event.self_cpu_time_total
+        else:
+            spent[_torch_kind(event.key)] += event.self_cpu_time_total
+    return {kind: spent[kind] / 1000 / len(images) for kind in (*TORCH_KINDS, "other", "between")}
+
+
+def _torch_kind(operator: str) -> str:
+    return next((kind for kind, parts in TORCH_KINDS.items() if any(part in operator for part in parts)), "other")
 
 
 def _within(event: dict, other: dict) -> bool:

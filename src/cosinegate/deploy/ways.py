@@ -13,13 +13,13 @@ from torch import Tensor
 from cosinegate import console
 from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
-from cosinegate.deploy.kernels import kernel_times
+from cosinegate.deploy.kernels import kernel_times, operator_times
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 
 MICRO_BATCHES = (32, 64, 128)
 IMAGES_A_ROUND = 64
-INT8 = ("dense", "skipping")  # the two that the run is about
+OWN = ("dense", "skipping")  # the two that the run is about
 
 Run = Callable[[Tensor], Any]
 
@@ -51,7 +51,7 @@ class Ways:
         for name, model in models.items():
             write_onnx(BatchForm(model.network), scratch / f"{name}.onnx", shape, one_image=False)
             write_onnx(BranchForm(model.network), scratch / f"{name}-one.onnx", shape, one_image=True)
-            if name in INT8:
+            if name in OWN:
                 write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])
         self.sessions = {
             (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
@@ -69,11 +69,14 @@ class Ways:
                 ways[name, "onnxruntime int8"] = self._onnx(f"{name}-int8", batch)
         return ways
 
-    def kernels(self, batch: int, images: Tensor) -> dict[str, dict[str, float]]:
-        """Of the dense and the skipping network on onnxruntime: ms an image by kind of operator."""
-        some = images[: max(batch, IMAGES_A_ROUND)].contiguous().numpy()
-        files = {name: f"{name}-one.onnx" if batch == 1 else f"{name}.onnx" for name in ("dense", "skipping")}
-        return {name: kernel_times(self.scratch / file, some, batch, self.scratch) for name, file in files.items()}
+    def kernels(self, batch: int, images: Tensor) -> dict[str, dict[str, dict[str, float]]]:
+        """Of the dense and the skipping network on both engines: ms an image by kind of operator."""
+        some = images[: max(batch, IMAGES_A_ROUND)].contiguous()
+        files = {name: f"{name}-one.onnx" if batch == 1 else f"{name}.onnx" for name in OWN}
+        on_onnx = {n: kernel_times(self.scratch / file, some.numpy(), batch, self.scratch) for n, file in files.items()}
+        some = some.contiguous(memory_format=torch.channels_last)
+        on_torch = {name: operator_times(self.models[name].network, some, batch) for name in OWN}
+        return {"onnxruntime": on_onnx, "torch": on_torch}
 
     def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
         ways: dict[str, Run] = {"whole": SkippingNetwork(network, batch)}
