@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import onnx
 import pytest
 import torch
 from conftest import ROOT, config
@@ -15,6 +16,7 @@ from cosinegate import cli
 from cosinegate.build import build_module, build_network
 from cosinegate.config import validate
 from cosinegate.deploy.folded import folded
+from cosinegate.deploy.int8 import is_of_gate, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import specialise
@@ -50,6 +52,7 @@ GOLDEN = {
     "skipnet_recurrent": 3.238463,
 }
 WHY_NOT = {  # no skipping runtime, and why
+    "cosine_novelty": "look at F(x) before they decide",
     "none": "a dense network has no gates",
     "cosine": "look at F(x) before they decide",
     "cir_only": "look at F(x) before they decide",
@@ -158,12 +161,24 @@ def test_every_gate_that_decides_first_skips_and_is_exported_and_the_others_say_
             require_exportable(made.folded, run.folder)
         return
     places = [i for i, block in enumerate(made.folded.blocks) if block.head is not None]
-    recurrent = [(BranchForm, 1)] if run.gate == "skipnet_recurrent" else []  # its state passes by the branches
-    for form, batch in [(BatchForm, 16), *recurrent]:
+    branches = [(BranchForm, 1)] if run.gate in ("skipnet", "skipnet_recurrent") else []  # which pass maps and state
+    for form, batch in [(BatchForm, 16), *branches]:
         write_onnx(form(made.folded), tmp_path / "x.onnx", (1, 8, 8), one_image=batch == 1)
         scores, decided = run_onnx(session(tmp_path / "x.onnx", 1), x.contiguous().numpy(), batch)
         torch.testing.assert_close(torch.from_numpy(scores), eager.logits, rtol=1e-4, atol=1e-4)
         assert places == [] if decided is None else torch.equal(torch.from_numpy(decided), gates[:, places])
+
+
+def test_int8_leaves_the_convolutions_of_gates_as_they_are(tmp_path):
+    write_onnx(BatchForm(folded(build_network(chosen("skipnet")), (8, 8))), tmp_path / "x", (1, 8, 8), one_image=False)
+    write_int8(tmp_path / "x", tmp_path / "int8", images(64))
+    graph = onnx.load(tmp_path / "int8").graph
+    convolutions = [node for node in graph.node if node.op_type == "Conv"]
+    of_gates = [node for node in convolutions if is_of_gate(node)]
+    dequantised = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+    assert (len(of_gates), len(convolutions)) == (6, 6 + 1 + 12 + 2)  # gates, the stem, F, shortcuts
+    assert not any(name in dequantised for node in of_gates for name in node.input[:2])
+    assert all(name in dequantised for node in convolutions if node not in of_gates for name in node.input[:2])
 
 
 def test_specialising_keeps_the_memory_that_later_gates_need():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import config
+from conftest import ROOT, config
 from test_objective import output_with
 
 from cosinegate.build import build_module, build_objective
@@ -91,6 +91,25 @@ def test_the_objectives_of_conf_are_the_papers():
     assert (dynconv.bounds, dynconv.lambda_flops, len(dynconv.block_weights)) == (0.33, 10.0, 9)
     first = build_objective(config("objective=per_block", "gate=predictive", "objective.tau_target=0.7"))
     assert first.gated.tolist() == [False, True, True] * 3
+
+
+OBJECTIVES = {  # sided, target, weighted by FLOPs, λ_flops, λ_cons, weight of the reward
+    "cosinegate": (Sided.one, Target.network, False, 3.0, 0.01, 0.0),
+    "two_sided": (Sided.two, Target.network, False, 3.0, 0.0, 0.0),
+    "flops": (Sided.two, Target.network, True, 3.0, 0.0, 0.0),
+    "per_block": (Sided.two, Target.block, False, 2.0, 0.0, 0.0),
+    "dynconv": (Sided.two, Target.network, True, 10.0, 0.0, 0.0),
+    "plain": (Sided.one, Target.network, False, 0.0, 0.0, 0.0),
+    "predictive": (Sided.one, Target.network, False, 0.0, 0.0, 0.0),
+    "reinforce": (Sided.one, Target.network, False, 0.0, 0.0, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "objective").glob("*.yaml")))
+def test_every_objective_is_what_it_is_called(name):
+    made = build_objective(config(f"objective={name}"))
+    found = (made.sided, made.target, made.block_weights is not None, made.lambda_flops, made.lambda_cons)
+    assert (*found, made.reward_weight) == OBJECTIVES[name]
 
 
 def slow_reward_loss(gates, logits, ce, alpha) -> float:

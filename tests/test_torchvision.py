@@ -9,10 +9,11 @@ from torchvision.models.resnet import BasicBlock
 from cosinegate.build import build_module
 from cosinegate.deploy.flops import dense_flops
 from cosinegate.deploy.folded import folded
+from cosinegate.deploy.trained import load_trained
 from cosinegate.errors import UserError
 from cosinegate.gates.fixed import FixedGate
 from cosinegate.networks.torchvision import TorchvisionResNet, residual_blocks
-from cosinegate.run import network_name
+from cosinegate.run import network_name, train
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
@@ -36,14 +37,14 @@ def test_its_blocks_are_found_in_order_with_the_first_of_each_stage():
 
 
 @pytest.mark.parametrize(("network", "gate"), [("resnet18", "cosine"), ("resnet18", "aig"), ("resnet50", "cosine")])
-def test_a_gated_torchvision_network_trains_a_few_steps_and_routes(network, gate):
+def test_a_gated_torchvision_network_trains_a_few_steps(network, gate):
     chosen = config(f"network={network}", f"gate={gate}", "gate.polarity=novelty", "objective.warmup_epochs=0")
     module = build_module(chosen).train()
     torch.manual_seed(0)  # of the gates' noise
     module.objective.prog = 1.0
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(8, 3, 32, 32, generator=generator), torch.arange(8)
-    before = [p.detach().clone() for block in module.network.blocks for p in block.gate.parameters()]
+    before = [[p.detach().clone() for p in block.gate.parameters()] for block in module.network.blocks]
     sgd, losses = torch.optim.SGD(module.network.parameters(), lr=0.003), []
     for _ in range(4):
         sgd.zero_grad()
@@ -52,13 +53,25 @@ def test_a_gated_torchvision_network_trains_a_few_steps_and_routes(network, gate
         sgd.step()
         losses.append(found.ce.item())
     assert min(losses[1:]) < losses[0], losses
-    after = [p for block in module.network.blocks for p in block.gate.parameters()]
-    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for block, was in zip(module.network.blocks, before, strict=True):  # every block's gate has learned
+        assert any(not torch.equal(a, b) for a, b in zip(was, block.gate.parameters(), strict=True))
     with torch.no_grad():
         routing = module.network.eval()(x).routing
     assert set(routing.gates.unique().tolist()) <= {0.0, 1.0}
     with pytest.raises(UserError, match="torchvision"):
         folded(module.network)
+
+
+def test_it_trains_through_the_program_and_its_run_cannot_be_exported(tmp_path):
+    short = ["data=digits", "data.batch_size=16", "trainer.max_epochs=1", "threads=1", "callbacks.curves=null"]
+    short += [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
+    chosen = config("network=resnet18", "gate=aig", "objective=per_block", *short, f"runs_dir={tmp_path}")
+    record = train(chosen)
+    assert (record["status"], record["network"]) == ("finished", "torchvision-resnet18")
+    assert len(record["blocks_open"]) == 8
+    assert 0 < record["flops"]["executed"] <= 1.01
+    with pytest.raises(UserError, match="not torchvision's"):
+        load_trained(chosen.run_dir)
 
 
 def test_it_composes_from_config_with_its_name_and_its_parameters():

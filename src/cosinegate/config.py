@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cosinegate.choices import GateKind, Polarity
+from cosinegate.choices import Calibration, GateKind, Polarity
 from cosinegate.errors import UserError
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
@@ -173,8 +173,7 @@ def validate(config: DictConfig) -> None:
             f"trainer.check_val_every_n_epoch = {config.trainer.check_val_every_n_epoch}: "
             f"must be at most trainer.max_epochs = {config.trainer.max_epochs}"
         )
-    if config.objective.reinforce.weight > 0 and config.gate.kind is GateKind.none:
-        raise UserError("objective.reinforce.weight: a dense network has no gates that could learn from a reward")
+    _check_reward(config)
     if config.objective.lambda_full > 0 and config.gate.kind is GateKind.none:
         raise UserError("objective.lambda_full: a dense network has no other path than the full one")
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
@@ -183,6 +182,22 @@ def validate(config: DictConfig) -> None:
         raise UserError(
             f"data.mean has {len(config.data.mean)} values and data.std {len(config.data.std)}: one a channel"
         )
+
+
+def _check_reward(config: DictConfig) -> None:
+    """Ends with one line where a stage of reward was asked for that would teach nothing."""
+    reinforce, kind = config.objective.reinforce, config.gate.kind
+    if reinforce.weight == 0:
+        return
+    if kind is GateKind.none:
+        raise UserError("objective.reinforce.weight: a dense network has no gates that could learn from a reward")
+    if kind in (GateKind.random, GateKind.fixed, GateKind.drop):
+        raise UserError(f"objective.reinforce.weight: gates of kind {kind.name} have nothing that could learn")
+    if config.gate.calibration is Calibration.quantile:
+        raise UserError("objective.reinforce.weight: needs gate.calibration=none; calibrated gates are not drawn")
+    if reinforce.start_epoch >= config.trainer.max_epochs:
+        needed = f"must be below trainer.max_epochs = {config.trainer.max_epochs}, or nothing learns by reward"
+        raise UserError(f"objective.reinforce.start_epoch = {reinforce.start_epoch:g}: {needed}")
 
 
 def is_number(value: Any) -> bool:
