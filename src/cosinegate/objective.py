@@ -53,7 +53,8 @@ class Objective(nn.Module):
     target of its own (ConvNet-AIG), and the penalty is the mean of theirs. `bounds` adds DynConv's penalty on blocks
     outside of theirs. `block_weights` are what the N blocks count for, `gated` which of them have a gate.
 
-    With λ_full the network learns from its own full path as well, on which every gate is open: see `full_loss`.
+    With λ_full the network learns from its own full path as well, on which every gate is open: L_CE is then the mean of
+    both paths', weighted 1 and λ_full, so that a step is no longer than without it. See `full_loss`.
 
     While gates are `sampled`, they learn by reward instead: see `reward_loss`.
 
@@ -175,9 +176,9 @@ class Objective(nn.Module):
         if self.sampled:
             reward = self.reward_loss(output.routing, F.cross_entropy(output.logits, target, reduction="none"))
         of_full = zero if full is None else self.full_loss(output.logits, target, full)
-        total = ce + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * (predict + price)
-        total = total + self.reward_weight * reward + self.lambda_full * of_full
-        return Losses(total, ce, cons, flops, predict, price, reward, of_full)
+        learned = ce if full is None else (ce + self.lambda_full * of_full) / (1 + self.lambda_full)
+        total = learned + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * (predict + price)
+        return Losses(total + self.reward_weight * reward, ce, cons, flops, predict, price, reward, of_full)
 
 
 def _at_least_float32(scores: Tensor) -> Tensor:
