@@ -176,9 +176,9 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
             f"gates included, over those of {base}; latency is the time of one image over the dense network's on the "
             "same engine, 1 by definition for that network itself, where `src/benchmark.py` has measured it; gates "
-            "that look at F(x) have no deployed form, and nothing to win. A block is dynamic that 5 to 95% of the "
-            "images compute; what such blocks skip, in percent of all blocks' work as the paper counts it, is skipped "
-            "by routing, the rest of 1 - counted by blocks that are closed for all.",
+            "that look at F(x) have no deployed form, and nothing to win, random ones no ONNX form. A block is dynamic "
+            "that 5 to 95% of the images compute; what such blocks skip, in percent of all blocks' work as the paper "
+            "counts it, is skipped by routing, the rest of 1 - counted by blocks that are closed for all.",
             "",
             "Quoted, not measured: the columns `paper:` are the paper's own figures, of ResNet-20 on its schedule.",
         ]
