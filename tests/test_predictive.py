@@ -2,24 +2,19 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import config
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate import geometry
 from cosinegate.build import build_module, build_network
 from cosinegate.calibration import turn_for
-from cosinegate.callbacks.epoch_sums import EpochSums
-from cosinegate.callbacks.prediction import PredictionStatistics
 from cosinegate.choices import Measure
 from cosinegate.gates.predictive import Standardise
 from cosinegate.geometry import Dots
 from cosinegate.lit import LitCosineGate
-from cosinegate.networks import Output, Routing
 from cosinegate.run import train
 
 SMALL = ("+experiment=digits_predictive",)
@@ -307,30 +302,6 @@ def test_training_logs_how_well_it_predicts(tmp_path):
     assert "cir/block_01" in last
     assert (record["signal"], record["calibration"]) == ("predicted", "quantile")
     assert record["flops"]["executed"] < 0.9
-
-
-def test_r2_and_agreement_are_those_of_all_batches_of_the_blocks_that_ran(rng):
-    """Against numpy's words for it: one block whose F never ran, batches of two sizes, gates on two of three blocks."""
-    module, logged = build_module(config(*SMALL)), {}
-    module.log_dict = lambda values, **_: logged.update({name: value.item() for name, value in values.items()})
-    callback = PredictionStatistics(EpochSums())
-    trainer = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"))
-    callback.places = [1, 2, 4]
-    fields = []
-    for size in (30, 11):
-        predicted, exact = torch.rand(2, size, 6, generator=rng)
-        exact[:, 2] = torch.nan
-        agrees = (torch.rand(size, 6, generator=rng) > 0.3).float()
-        routing = Routing(predicted, predicted, predicted, exact, agrees, predicted)
-        callback.on_train_batch_end(trainer, module, {"output": Output(predicted, routing)}, None, 0)
-        fields.append((predicted, exact, agrees))
-    callback.on_train_epoch_end(trainer, module)
-    predicted, exact, agrees = (torch.cat(parts).double().numpy() for parts in zip(*fields, strict=True))
-    r2 = {b: 1 - ((exact - predicted)[:, b] ** 2).mean() / exact[:, b].var() for b in (1, 4)}
-    expected = {f"predict/r2_block_{b:02d}": value for b, value in r2.items()}
-    expected |= {f"predict/agreement_block_{b:02d}": agrees[:, b].mean() for b in (1, 4)}
-    expected |= {"predict/r2": sum(r2.values()) / 2, "predict/agreement": agrees[:, [1, 4]].mean()}
-    assert logged == pytest.approx(expected, rel=1e-5)
 
 
 def test_statistics_are_standardised_by_the_moments_of_the_batches_so_far(rng):
