@@ -24,7 +24,7 @@ class Budget(nn.Module):
     blocks without a gate cost. Shares go from what they `begin` with, else from all open, to that by `prog`, which a
     callback moves.
 
-    With Sharing.network the shares lie between `low` and `high`, so that no block becomes a constant. With Credit.slope
+    With Sharing.network the shares lie between `low` and `high`; within 0 and 1 none is a constant. With Credit.slope
     each block has a learned worth, whose gradient is what opening the block more is worth to the loss. With the others
     logits are prices, so that one price, over those of the last RECENT training images, parts all samples of all
     blocks. A given `worth` is not learned.
