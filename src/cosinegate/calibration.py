@@ -104,6 +104,11 @@ class Budget(nn.Module):
         settled = self.shares(self.tau_target)
         return [first == 0 and last < NOTHING for first, last in zip(self.begin, settled, strict=True)]
 
+    def parts_images(self) -> list[bool]:
+        """(G,): blocks that end open for some images and closed for others; the others' gates have nothing to learn."""
+        settled = self.shares(self.tau_target)
+        return [not never and last < 1 for never, last in zip(self.never_opened(), settled, strict=True)]
+
     def _by_price(self, mean: float, low: float, high: float, may_open: list[bool]) -> list[float]:
         known = self.recent[:, : self.seen.min()].double().cpu()
         costs = torch.tensor(self.costs, dtype=known.dtype)
@@ -159,6 +164,11 @@ class Quantile(nn.Module):
     def is_closed(self) -> bool:
         """Whether training skips every sample now."""
         return self.training and self.budget.shares()[self.place] < NOTHING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether training skips no sample now."""
+        return self.training and self.budget.shares()[self.place] >= 1
 
     def forward(self, logit: Tensor) -> Opened:
         if not self.training:

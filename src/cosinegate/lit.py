@@ -47,10 +47,12 @@ class LitCosineGate(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         images, target = batch
-        output, price_error = priced(self.network, self.places, images, target) if self.places else (self(images), None)
-        learns = self.objective.asks_full_path and output.routing is not None
-        full = self.network.full_path(images) if learns else None
-        losses = self.objective(output, target, price_error, full)
+        full_path = self.objective.asks_full_path
+        if self.places:
+            output, price_error = priced(self.network, self.places, images, target, full_path)
+        else:
+            output, price_error = self.network(images, full_path), None
+        losses = self.objective(output, target, price_error)
         terms = Losses(*(term.detach() for term in losses))
         if sum_over_processes((~terms.total.isfinite()).float()) > 0:  # all processes stop where one must
             values = {name: term.item() for name, term in terms._asdict().items()}

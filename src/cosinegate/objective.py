@@ -159,11 +159,8 @@ class Objective(nn.Module):
     def _weight(self) -> float:
         return 1.0 if self.share is None else self.share.weight
 
-    def forward(
-        self, output: Output, target: Tensor, price_error: Tensor | None = None, full: Tensor | None = None
-    ) -> Losses:
-        """`price_error` is that of logits as guesses of what skipping costs, where gates learn from it; `full` the
-        scores of the full path, where the network learns from that."""
+    def forward(self, output: Output, target: Tensor, price_error: Tensor | None = None) -> Losses:
+        """`price_error` is that of logits as guesses of what skipping costs, where gates learn from it."""
         ce = self._weight * F.cross_entropy(output.logits, target)
         zero = ce.new_zeros(())
         if output.routing is None:
@@ -175,8 +172,8 @@ class Objective(nn.Module):
         reward = zero
         if self.sampled:
             reward = self.reward_loss(output.routing, F.cross_entropy(output.logits, target, reduction="none"))
-        of_full = zero if full is None else self.full_loss(output.logits, target, full)
-        learned = ce if full is None else (ce + self.lambda_full * of_full) / (1 + self.lambda_full)
+        of_full = zero if output.full is None else self.full_loss(output.logits, target, output.full)
+        learned = ce if output.full is None else (ce + self.lambda_full * of_full) / (1 + self.lambda_full)
         total = learned + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * (predict + price)
         return Losses(total + self.reward_weight * reward, ce, cons, flops, predict, price, reward, of_full)
 

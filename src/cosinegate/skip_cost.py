@@ -76,21 +76,24 @@ def running(network: ResNet, places: list[int]) -> list[int]:
     return [place for place in places if not network.blocks[place].gate.opening.is_closed]
 
 
-def priced(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> tuple[Output, Tensor]:
-    """A pass, and the error of the logits of one of the blocks, by γ, as guesses of the cost.
+def priced(
+    network: ResNet, places: list[int], images: Tensor, target: Tensor, full_path: bool = False
+) -> tuple[Output, Tensor]:
+    """A pass, with the full path or without, and the error of the logits of one of the blocks, by γ, as guesses of the
+    cost.
 
     The block is drawn by chance. Of large errors the size counts instead of its square: before a network has learned
     anything, costs are anything. A cost in the loss is mostly noise, so its error is averaged over all blocks; a change
     of the prediction is not. Gates that are fitted between epochs learn nothing of it here.
     """
     if network.blocks[places[0]].gate.opening.budget.fitted:
-        output = network(images)
+        output = network(images, full_path)
         return output, 0.0 * output.routing.logits[:, places].sum()
     candidates = running(network, places) or places
     place = candidates[torch.randint(len(candidates), ())]
     credit = network.blocks[place].gate.opening.budget.credit
     with _input_of(network.blocks[place]) as kept:
-        output = network(images)
+        output = network(images, full_path)
     part, logits = slice(None, None, PART), output.routing.logits
     cost = skip_cost(network, place, kept[0][part], output.routing.gates[part].detach(), target[part], credit)
     price = logits[part, place] / network.blocks[place].gate.gamma.detach().abs()

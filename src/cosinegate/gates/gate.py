@@ -54,6 +54,11 @@ class Gate(nn.Module):
         """Whether training skips F for every sample now."""
         return getattr(self.opening, "is_closed", False)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether training runs F for every sample now."""
+        return getattr(self.opening, "is_open", False)
+
     def begin(self, images: Tensor) -> Seen:
         """What is known before the first block, of the images (B, C, H, W)."""
         return None

@@ -76,6 +76,11 @@ class ResidualBlock(nn.Module):
         """Whether training skips F for every sample now."""
         return self.gate is not None and self.gate.decides_first and self.gate.is_closed
 
+    @property
+    def may_part(self) -> bool:
+        """Whether some samples may skip F in training now and others not."""
+        return self.gate is not None and not self.is_closed and not self.gate.is_open
+
     def look(self, x: Tensor, seen: Seen) -> Seen:
         """What its gate is shown: what it sees of x, or what an earlier block of the stage saw."""
         return self.gate.look(x, seen) if self.looks else seen

@@ -24,10 +24,11 @@ class Routing(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Class scores, and the routing that led to them; None for a dense network."""
+    """Class scores, the routing that led to them, None for a dense network, and the full path's scores if asked for."""
 
     logits: Tensor  # (B, classes)
     routing: Routing | None
+    full: Tensor | None = None  # (B, classes)
 
 
 class GatedNetwork(nn.Module):
@@ -45,24 +46,28 @@ class GatedNetwork(nn.Module):
         gate = next((block.gate for block in self.blocks if block.gate is not None), None)
         return None if gate is None else gate.begin(images)
 
-    def forward(self, images: Tensor) -> Output:
+    def forward(self, images: Tensor, full_path: bool = False) -> Output:
+        """With `full_path` a second path leaves the routed one where routes part: see `_full_path`."""
         x, seen = self.stem(images), self.begin(images)
-        taken = []
-        for block in self.blocks:
+        taken, parting = [], None
+        for place, block in enumerate(self.blocks):
+            if parting is None and block.may_part:
+                parting = place, x
             seen = block.look(x, seen)
             x, routing = block(x, seen)
             taken.append(routing)
         logits = self.classify(x)
-        return Output(logits, self._routing(taken, logits) if any(taken) else None)
+        full = None
+        if full_path:
+            full = logits if parting is None else self._full_path(*parting)
+        return Output(logits, self._routing(taken, logits) if any(taken) else None, full)
 
-    def full_path(self, images: Tensor) -> Tensor:
-        """Class scores with all blocks open but those that are closed for every image; no gate is asked.
-
-        BatchNorm's moments stay those of the routed images.
+    def _full_path(self, place: int, x: Tensor) -> Tensor:
+        """Class scores of block `place`'s input, all blocks open but those that are closed for every image; no gate is
+        asked. BatchNorm's moments stay those of the routed images.
         """
         with _moments_kept(self):
-            x = self.stem(images)
-            for block in self.blocks:
+            for block in self.blocks[place:]:
                 s = block.shortcut(x)
                 x = block.activation(s.clone() if block.is_closed else s + block.residual(x))
         return self.classify(x)
