@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import config
 
 from cosinegate.build import build_module
@@ -63,25 +64,50 @@ def test_it_is_the_dense_network_of_the_same_weights_and_leaves_every_moment_as_
     gated = build_module(config(f"gate={gate}", *SMALL, *network)).network.train()
     dense = build_module(config("gate=none", *SMALL, *network)).network.train()
     dense.load_state_dict({name: value for name, value in gated.state_dict().items() if ".gate." not in name})
-    apart, images = copy.deepcopy(gated), torch.randn(16, 1, 8, 8)
-    for network in (gated, apart):
-        torch.manual_seed(1)  # of the gates' noise
-        output = network(images, full_path=network is gated)
+    alone, images = copy.deepcopy(gated), torch.randn(16, 1, 8, 8)
+    torch.manual_seed(1)  # of the gates' noise
+    both = gated(images, full_path=True)
     torch.manual_seed(1)
-    torch.testing.assert_close(gated(images, full_path=True).full, dense(images).logits, rtol=0, atol=0)
-    torch.manual_seed(1)
-    apart(images)
+    torch.testing.assert_close(both.logits, alone(images).logits, rtol=0, atol=0)
+    torch.testing.assert_close(both.full, dense(images).logits, rtol=0, atol=0)
     for name, value in gated.state_dict().items():
-        assert torch.equal(value, apart.state_dict()[name]), name
+        assert torch.equal(value, alone.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("worth", [[60.0, 0.0, 1.0], [0.0, 60.0, 1.0], [1.0, 0.0, 60.0]])
+def test_what_both_paths_have_in_common_runs_once_and_learns_from_both(worth):
+    torch.manual_seed(0)
+    chosen = ["+experiment=digits_predictive", f"gate.quantile.worth={worth}".replace(" ", ""), *SMALL]
+    network = build_module(config(*chosen, "gate.quantile.low=0", "gate.quantile.high=1")).network.double().train()
+    budget = next(block.gate.opening.budget for block in network.blocks if block.gate)
+    budget.prog = 1.0
+    ran, images, target = [], torch.randn(16, 1, 8, 8, dtype=torch.float64), torch.arange(16) % 10
+    for place, block in enumerate(network.blocks):
+        block.residual.register_forward_hook(lambda *_, place=place: ran.append(place))
+    output = network(images, full_path=True)
+    first = [place for place, block in enumerate(network.blocks) if block.gate][int(worth[0] == 60.0)]
+    assert ran == [*range(6), *range(first, 6)]
+    (output.logits.log_softmax(1)[:, 3].sum() + F.cross_entropy(output.full, target)).backward()
+    found = {name: weight.grad.clone() for name, weight in network.named_parameters() if weight.grad is not None}
+    network.zero_grad()
+    network(images).logits.log_softmax(1)[:, 3].sum().backward()
+    budget.shares = lambda *_: [1.0] * 3  # the full path, as a pass of its own
+    F.cross_entropy(network(images).logits, target).backward()
+    for name, weight in network.named_parameters():
+        if name in found and ".gate." not in name:
+            torch.testing.assert_close(found[name], weight.grad, msg=name)
 
 
 def test_it_is_a_torchvision_networks_too():
     torch.manual_seed(0)
     gated = build_module(config("gate=aig", "network=resnet18", "data=digits")).network.train()
-    before, images = copy.deepcopy(gated.state_dict()), torch.randn(4, 1, 8, 8)
-    assert gated.full_path(images).shape == (4, 10)
+    alone, images = copy.deepcopy(gated), torch.randn(4, 1, 8, 8)
+    torch.manual_seed(1)
+    assert gated(images, full_path=True).full.shape == (4, 10)
+    torch.manual_seed(1)
+    alone(images)
     for name, value in gated.state_dict().items():
-        assert torch.equal(value, before[name]), name
+        assert torch.equal(value, alone.state_dict()[name]), name
 
 
 def test_images_that_skip_a_block_teach_it_through_the_full_path():
@@ -93,11 +119,8 @@ def test_images_that_skip_a_block_teach_it_through_the_full_path():
     for lambda_full, taught in ((0.0, False), (1.0, True)):
         module.objective.lambda_full = lambda_full
         module.zero_grad()
-        module.objective(
-            module.network(batch[0]),
-            batch[1],
-            full=module.network.full_path(batch[0]) if module.objective.asks_full_path else None,
-        ).total.backward()
+        output = module.network(batch[0], module.objective.asks_full_path)
+        module.objective(output, batch[1]).total.backward()
         for block in module.network.blocks:
             if block.gate is not None:
                 assert (block.residual[0].weight.grad.abs().sum() > 0) == taught
@@ -106,8 +129,8 @@ def test_images_that_skip_a_block_teach_it_through_the_full_path():
 @pytest.mark.parametrize("pattern", [[1, 0, 1, 1, 1, 1]])
 def test_a_block_that_is_never_open_is_not_on_it(pattern):
     network = build_module(config("gate=fixed", *SMALL, f"gate.pattern={pattern}".replace(" ", ""))).network.train()
-    network.full_path(torch.randn(16, 1, 8, 8)).sum().backward()
-    assert [block.residual[0].weight.grad is None for block in network.blocks] == [not is_open for is_open in pattern]
+    network(torch.randn(16, 1, 8, 8), full_path=True).full.sum().backward()
+    assert [bool(block.residual[0].weight.grad.any()) for block in network.blocks] == [bool(part) for part in pattern]
 
 
 def test_it_is_asked_from_the_step_on_in_which_gates_may_close(tmp_path, monkeypatch):
@@ -134,11 +157,13 @@ def test_it_is_asked_from_the_step_on_in_which_gates_may_close(tmp_path, monkeyp
 
 def test_a_block_that_is_closed_for_every_image_is_closed_on_it_too():
     closed = ["+experiment=predictive_balanced", "data=digits", "network.width=4"]
+    closed += ["gate.quantile.begin=[1,0.5,0,0.5,0.5,0]", "gate.quantile.worth=[60,0,-60,0,0,-60]"]
     network = build_module(config(*closed)).network.train()
     shut = [place for place, block in enumerate(network.blocks) if block.is_closed]
-    assert shut == [2, 5]
-    images, ran = torch.randn(4, 1, 8, 8), []
+    assert shut == [5, 8]
+    ran = []
     for place, block in enumerate(network.blocks):
         block.residual.register_forward_hook(lambda *_, place=place: ran.append(place))
-    network.full_path(images)
-    assert ran == [place for place in range(9) if place not in shut]
+    network(torch.randn(4, 1, 8, 8), full_path=True)
+    once = [place for place in range(9) if place not in shut]
+    assert ran == once + [place for place in once if place >= 3]

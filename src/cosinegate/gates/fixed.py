@@ -10,22 +10,26 @@ class FixedGate(StaticGate):
 
     def __init__(self, is_open: bool) -> None:
         super().__init__()
-        self.is_open = is_open
+        self.for_good = is_open
 
     @property
     def constant(self) -> bool:
-        return self.is_open
+        return self.for_good
+
+    @property
+    def is_open(self) -> bool:
+        return self.for_good
 
     @property
     def is_closed(self) -> bool:
-        return not self.is_open
+        return not self.for_good
 
     def decide(self, seen: Seen) -> Decision:
-        logit = seen.new_full((len(seen),), 1.0 if self.is_open else -1.0)
+        logit = seen.new_full((len(seen),), 1.0 if self.for_good else -1.0)
         return decided((logit > 0).to(logit.dtype), logit)
 
     def extra_repr(self) -> str:
-        return f"is_open={self.is_open}"
+        return f"is_open={self.for_good}"
 
 
 def make(config: GateConfig, slot: Slot) -> FixedGate:
