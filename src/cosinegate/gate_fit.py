@@ -30,14 +30,18 @@ def _measured(network: ResNet, places: list[int], images: Tensor, target: Tensor
     """Of each block what its gate sees of the images and what skipping costs them, other blocks as they are now."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {place: [] for place in places}
     for part, labels in zip(images.split(CHUNK), target.split(CHUNK), strict=True):
-        gates = network(part).routing.gates
-        x, seen = network.stem(part), network.begin(part)
+        x, seen, shown = network.stem(part), network.begin(part), {}
+        gates = torch.ones(len(part), len(network.blocks), device=x.device)
         for place, block in enumerate(network.blocks):
             seen = block.look(x, seen)
-            if place in found:
-                credit = block.gate.opening.budget.credit
-                found[place].append((seen, skip_cost(network, place, x, gates, labels, credit)))
-            x, _ = block(x, seen)
+            shown[place] = x, seen
+            x, routing = block(x, seen)
+            if routing is not None:
+                gates[:, place] = routing.decision.gate
+        for place, parts in found.items():
+            x, seen = shown[place]
+            credit = network.blocks[place].gate.opening.budget.credit
+            parts.append((seen, skip_cost(network, place, x, gates, labels, credit)))
     return {place: tuple(map(torch.cat, zip(*parts, strict=True))) for place, parts in found.items()}
 
 

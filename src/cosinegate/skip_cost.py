@@ -35,7 +35,7 @@ def _input_of(block: ResidualBlock) -> Iterator[list[Tensor]]:
 def skip_cost(
     network: ResNet, place: int, x: Tensor, gates: Tensor, target: Tensor, credit: Credit = Credit.cost
 ) -> Tensor:
-    """(B,) of block `place` with input x, where the blocks have gates (B, N).
+    """(B,) of block `place` with input x, where the blocks have gates (B, N) of 0 and 1.
 
     With Credit.change the divergence of the prediction without F from that with F, whatever the target: a loss may
     also fall when the network gets less sure of a wrong class, and those images are the last to leave alone.
@@ -47,8 +47,8 @@ def skip_cost(
     block, later = network.blocks[place], network.blocks[place + 1 :]
     s, r = block.shortcut(x), block.residual(x)
     y = block.activation(torch.cat((s, s + r)))
-    for gate, block in zip(gates[:, place + 1 :].to(x.dtype).T, later, strict=True):
-        y = block.activation(torch.addcmul(block.shortcut(y), gate.repeat(2).view(-1, 1, 1, 1), block.residual(y)))
+    for gate, block in zip(gates[:, place + 1 :].T, later, strict=True):
+        y = block.route(y, gate.repeat(2))
     scores = network.classify(y)
     network.train(was_training)
     if credit is Credit.change:

@@ -87,11 +87,12 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, seen: Seen = None) -> tuple[Tensor, BlockRouting | None]:
         """`seen` is what `look` gave."""
+        if self.gate is not None and self.gate.decides_first and not self.training:
+            decision = self.gate.decide(seen)
+            return self.route(x, decision.gate), BlockRouting(decision, None)
         s = self.shortcut(x)
         if self.gate is None:
             return self.activation(s + self.residual(x)), None
-        if self.gate.decides_first and not self.training:
-            return self._skipping(s, x, seen)
         if self.is_closed:
             nothing = sum(0.0 * weight.sum() for weight in self.residual.parameters())  # DDP wants every gradient
             return self.activation(s + nothing), BlockRouting(self.gate.decide(seen), None)
@@ -110,14 +111,13 @@ class ResidualBlock(nn.Module):
             return self.gate.decide(seen)
         return self.gate(x, geometry.constant_dot_products(self.shortcut(x), self.residual(x)))
 
-    def _skipping(self, s: Tensor, x: Tensor, seen: Seen) -> tuple[Tensor, BlockRouting]:
-        """F runs for the samples whose gate is open, and for no other."""
-        decision = self.gate.decide(seen)
-        computed = decision.gate.nonzero().squeeze(1)
+    def route(self, x: Tensor, gate: Tensor) -> Tensor:
+        """y of gates (B,) that are 0 or 1: F runs for the samples whose gate is open, and for no other."""
+        s, computed = self.shortcut(x), gate.nonzero().squeeze(1)
         if len(computed) == len(x):
             y = s + self.residual(x)
         elif len(computed) > 0:
             y = s.index_add(0, computed, self.residual(x[computed]).to(s.dtype))
         else:
             y = s.clone()  # the activation writes in place
-        return self.activation(y), BlockRouting(decision, None)
+        return self.activation(y)
