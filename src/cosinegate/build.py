@@ -36,19 +36,24 @@ def first_of_stage(config: DictConfig) -> list[bool]:
 
 def gated_blocks(config: DictConfig) -> Tensor:
     """(N,) bool: which blocks have a gate."""
-    has_gate = [config.gate.first_blocks or not is_first for is_first in first_of_stage(config)]
+    firsts = first_of_stage(config)
+    has_gate = [config.gate.first_blocks or not is_first for is_first in firsts]
+    if config.gate.exits:  # of the last stage those that leave a map's shape as it is
+        last_stage = max(place for place, is_first in enumerate(firsts) if is_first)
+        has_gate = [place > last_stage for place in range(len(firsts))]
     return torch.tensor(has_gate, device="cpu")  # a network may be built on no device at all
 
 
 def gate_maker(config: DictConfig) -> GateMaker:
     gated, kind = gated_blocks(config), config.gate.kind
     if kind is not GateKind.none and not gated.any():
-        raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
+        key = "gate.exits = True" if config.gate.exits else "gate.first_blocks = False"
+        raise UserError(f"{key}: with one block a stage no block is left to have a gate")
     calibrated = kind is not GateKind.none and config.gate.calibration is Calibration.quantile
-    return GateMaker(config.gate, int(gated.sum()), _budget(config, gated) if calibrated else None)
+    return GateMaker(config.gate, gated.tolist(), _budget(config, gated) if calibrated else None)
 
 
-def build_network(config: DictConfig, make_gate: Callable[[int, bool], Gate | None] | None = None) -> GatedNetwork:
+def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | None = None) -> GatedNetwork:
     image_set, network = IMAGE_SETS[config.data.name.name], config.network
     make_gate = make_gate or gate_maker(config)
     consistency = config.objective.lambda_cons > 0, config.objective.consistency.detach_target
@@ -99,13 +104,14 @@ def build_objective(config: DictConfig) -> Objective:
         chosen.bounds,
         (chosen.reinforce.weight, chosen.reinforce.alpha),
         chosen.lambda_full,
+        chosen.lambda_exit,
     )
 
 
 def _block_weights(config: DictConfig) -> Tensor:
     """(N,): what the residual of every block costs."""
     with torch.device("meta"):
-        network = build_network(config, make_gate=lambda *where: None)
+        network = build_network(config, make_gate=lambda channels: None)
     return block_flops(network, IMAGE_SETS[config.data.name.name].shape)
 
 
@@ -132,8 +138,13 @@ def _budget(config: DictConfig, gated: Tensor) -> Budget:
     begin = None if quantile.begin is None else list(quantile.begin)
     if begin is not None and (len(begin) != gated.sum() or not all(0 <= share <= 1 for share in begin)):
         raise UserError(f"gate.quantile.begin = {begin}: must be {int(gated.sum())} shares from 0 to 1")
-    bounds = quantile.low, quantile.high
-    budget = Budget(tau, costs[gated], free, quantile.sharing, quantile.credit, *bounds, worth, begin, quantile.fit > 0)
+    bounds, exits = (quantile.low, quantile.high), config.gate.exits
+    if exits and worth is not None and worth != sorted(worth, reverse=True):
+        needed = "must not grow from block to block with gate.exits: who has left does not come back"
+        raise UserError(f"gate.quantile.worth = {worth}: {needed}")
+    budget = Budget(
+        tau, costs[gated], free, quantile.sharing, quantile.credit, *bounds, worth, begin, quantile.fit > 0, exits
+    )
     low, high = (quantile.low, quantile.high) if quantile.sharing is Sharing.network else (0.0, 1.0)
     if not low <= budget.gated_share(tau) <= high:
         least, most = (free + (1 - free) * bound for bound in (low, high))

@@ -44,6 +44,7 @@ class Budget(nn.Module):
         worth: list[float] | None = None,
         begin: list[float] | None = None,
         fitted: bool = False,
+        exits: bool = False,
     ) -> None:
         super().__init__()
         self.tau_target, self.free, self.low, self.high = tau_target, free, low, high
@@ -52,6 +53,7 @@ class Budget(nn.Module):
         self.costs = costs.tolist()
         self.begin = [1.0] * len(costs) if begin is None else begin
         self.credit, self.fitted = credit, fitted  # fitted: between epochs, instead of learning step by step
+        self.exits = exits  # training skips nothing, and teaches every image at every exit
         learns = sharing is Sharing.network and worth is None
         prices = learns and credit is not Credit.slope
         first = torch.zeros(len(costs)) if worth is None else torch.tensor(worth)
@@ -163,12 +165,16 @@ class Quantile(nn.Module):
     @property
     def is_closed(self) -> bool:
         """Whether training skips every sample now."""
-        return self.training and self.budget.shares()[self.place] < NOTHING
+        return self.training and not self.leaves and self.budget.shares()[self.place] < NOTHING
 
     @property
     def is_open(self) -> bool:
         """Whether training skips no sample now."""
-        return self.training and self.budget.shares()[self.place] >= 1
+        return self.training and (self.leaves or self.budget.shares()[self.place] >= 1)
+
+    @property
+    def leaves(self) -> bool:
+        return self.budget.exits
 
     def forward(self, logit: Tensor) -> Opened:
         if not self.training:
@@ -176,9 +182,10 @@ class Quantile(nn.Module):
         share = self.budget.shares()[self.place]
         logits = _of_all_processes(logit.detach(), self.budget.share)
         self.budget.remember(self.place, logits)
-        if share >= 1:
+        if share >= 1 or self.leaves:
             nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
-            return Opened(1.0 + nothing, logit.new_tensor(-math.inf))  # DDP wants every parameter to have a gradient
+            turn = logit.new_tensor(-math.inf) if share >= 1 else self.threshold
+            return Opened(1.0 + nothing, turn)  # DDP wants every parameter to have a gradient
         turn = logit.new_tensor(turn_for(logits, share))
         ranked = torch.rand_like(logits) if self.budget.by_chance else logits
         z = _highest(ranked, share, self.budget.share).to(logit.dtype)  # exactly 0 or 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cosinegate.choices import Calibration, GateKind, Polarity
+from cosinegate.choices import Calibration, Credit, GateKind, Look, Polarity, Signal
 from cosinegate.errors import UserError
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
@@ -18,7 +18,7 @@ NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 # Keys that came after runs had been trained, with the value by which a run is what it was without them.
-LATER = {"objective.lambda_full": 0.0}
+LATER = {"objective.lambda_full": 0.0, "objective.lambda_exit": 1.0, "gate.exits": False}
 
 LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
 DEEPEST, WIDEST = 1202, 4096
@@ -101,6 +101,7 @@ RULES: list[Rule] = [
     ("objective.reinforce.start_epoch", lambda v: v >= 0, "at least 0"),
     ("objective.lambda_predict", lambda v: v >= 0, "at least 0"),
     ("objective.lambda_full", lambda v: v >= 0, "at least 0"),
+    ("objective.lambda_exit", lambda v: v >= 0, "at least 0"),
     ("objective.start_epoch", lambda v: v >= 0, "at least 0"),
     ("objective.warmup_epochs", lambda v: v >= 0, "at least 0"),
     ("optimizer.lr", lambda v: v > 0, "above 0"),
@@ -176,12 +177,30 @@ def validate(config: DictConfig) -> None:
     _check_reward(config)
     if config.objective.lambda_full > 0 and config.gate.kind is GateKind.none:
         raise UserError("objective.lambda_full: a dense network has no other path than the full one")
+    _check_exits(config)
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
     if len(config.data.mean) != len(config.data.std):
         raise UserError(
             f"data.mean has {len(config.data.mean)} values and data.std {len(config.data.std)}: one a channel"
         )
+
+
+def _check_exits(config: DictConfig) -> None:
+    """Ends with one line where gates could not tell which images may leave, or would not be ordered."""
+    gate = config.gate
+    needed = {
+        "gate.signal=predicted": gate.kind is GateKind.cosine and gate.signal is Signal.predicted,
+        "gate.calibration=quantile": gate.calibration is Calibration.quantile,
+        "gate.predictor.look=stage": gate.predictor.look is Look.stage,
+        "gate.quantile.credit=change": gate.quantile.credit is Credit.change,
+        "gate.quantile.fit above 0": gate.quantile.fit > 0,
+        "gate.gamma.learnable=false": not gate.gamma.learnable,
+        "objective.lambda_full=0": config.objective.lambda_full == 0,
+    }
+    lacking = [words for words, is_there in needed.items() if not is_there]
+    if gate.exits and lacking:
+        raise UserError(f"gate.exits = True: needs {lacking[0]}, as gate=exit has it")
 
 
 def _check_reward(config: DictConfig) -> None:

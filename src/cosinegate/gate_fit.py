@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cosinegate.calibration import CHUNK, RECENT
+from cosinegate.choices import Credit
 from cosinegate.gates.predictive import PredictiveGate
 from cosinegate.networks import ResNet
 from cosinegate.processes import sum_over_processes
@@ -17,12 +18,34 @@ def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> N
     """Of each of these blocks c(x), until ĉ(x) + c(x) is what its gate learns of the images; ĉ stays a guess of CIR."""
     was_training = network.training
     network.eval()
-    for place, (seen, cost) in _measured(network, places, images, target).items():
-        gate = network.blocks[place].gate
-        _regress(gate, seen, learned(cost, gate.opening.budget.credit))
-        logits = gate.decide(seen[-RECENT:]).logit.detach()
-        gate.opening.budget.remember(gate.opening.place, logits)
+    if network.blocks[places[0]].leaves:
+        seen, wanted = _at_exits(network, places, images)
+        _regress(network.blocks[places[0]].gate, seen, wanted)  # the policy of all
+    else:
+        for place, (seen, cost) in _measured(network, places, images, target).items():
+            gate = network.blocks[place].gate
+            _regress(gate, seen, learned(cost, gate.opening.budget.credit))
+            gate.opening.budget.remember(gate.opening.place, gate.decide(seen[-RECENT:]).logit.detach())
     network.train(was_training)
+
+
+@torch.no_grad()
+def _at_exits(network: ResNet, places: list[int], images: Tensor) -> tuple[Tensor, Tensor]:
+    """What the policy sees of the images, and what it is to say: how much leaving would change their prediction, the
+    mean over the exits before these blocks."""
+    shown, wanted = [], []
+    for part in images.split(CHUNK):
+        x, seen, exits = network.stem(part), network.begin(part), []
+        for place, block in enumerate(network.blocks):
+            seen = block.look(x, seen)
+            if place in places:
+                exits.append(network.classify(x))
+            x = block.route(x, torch.ones(len(x), device=x.device))
+        whole = network.classify(x).log_softmax(1)
+        changes = [F.kl_div(early.log_softmax(1), whole, reduction="none", log_target=True).sum(1) for early in exits]
+        wanted.append(learned(torch.stack(changes), Credit.change).mean(0))
+        shown.append(seen)
+    return torch.cat(shown), torch.cat(wanted)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ class Losses(NamedTuple):
     price: Tensor
     reward: Tensor
     full: Tensor
+    exit: Tensor
 
 
 def prog(t: float, warmup_epochs: float, start_epoch: float = 0.0) -> float:
@@ -56,6 +57,8 @@ class Objective(nn.Module):
     With λ_full the network learns from its own full path as well, on which every gate is open: L_CE is then the mean of
     both paths', weighted 1 and λ_full, so that a step is no longer than without it. See `full_loss`.
 
+    Where images may leave early, λ_exit weights what the network would say there, in the same mean: see `exit_loss`.
+
     While gates are `sampled`, they learn by reward instead: see `reward_loss`.
 
     With several processes each gives its `share` of the global batch's terms, so that their average is the global loss.
@@ -75,13 +78,14 @@ class Objective(nn.Module):
         bounds: float = 0.0,
         reward: tuple[float, float] = (0.0, 0.0),
         lambda_full: float = 0.0,
+        lambda_exit: float = 0.0,
     ) -> None:
         super().__init__()
         self.lambda_flops = lambda_flops
         self.lambda_cons = lambda_cons
         self.tau_target = tau_target
         self.sided, self.target, self.bounds = sided, target, bounds
-        self.lambda_predict, self.lambda_full = lambda_predict, lambda_full
+        self.lambda_predict, self.lambda_full, self.lambda_exit = lambda_predict, lambda_full, lambda_exit
         self.reward_weight, self.alpha = reward
         self.prog = 0.0
         self.done = 0.0  # share of the run
@@ -144,9 +148,13 @@ class Objective(nn.Module):
     def full_loss(self, scores: Tensor, target: Tensor, full: Tensor) -> Tensor:
         """The cross-entropy of the full path's scores (B, classes), and how far those of the routed images diverge from
         them: the full path teaches the routed ones, and images that skip a block still teach that block."""
-        own, teacher = (_at_least_float32(some).log_softmax(1) for some in (scores, full.detach()))
-        taught = F.kl_div(own, teacher, reduction="batchmean", log_target=True)
-        return self._weight * (F.cross_entropy(full, target) + taught)
+        return self._weight * (F.cross_entropy(full, target) + _divergence(scores, full.detach()))
+
+    def exit_loss(self, exits: Tensor, target: Tensor, scores: Tensor) -> Tensor:
+        """The mean over exits (E, B, classes) of their cross-entropy, and of how far they diverge from the whole
+        network's scores (B, classes), which teach them."""
+        taught = [F.cross_entropy(early, target) + _divergence(early, scores.detach()) for early in exits]
+        return self._weight * torch.stack(taught).mean()
 
     @staticmethod
     def prediction_error(routing: Routing) -> Tensor:
@@ -164,7 +172,7 @@ class Objective(nn.Module):
         ce = self._weight * F.cross_entropy(output.logits, target)
         zero = ce.new_zeros(())
         if output.routing is None:
-            return Losses(ce, ce, zero, zero, zero, zero, zero, zero)
+            return Losses(ce, ce, zero, zero, zero, zero, zero, zero, zero)
         cons = self._weight * output.routing.consistency.sum(1).mean()
         flops = self.prog * self.penalty(output.routing.gates)
         predict = self._weight * self.prediction_error(output.routing)
@@ -173,9 +181,17 @@ class Objective(nn.Module):
         if self.sampled:
             reward = self.reward_loss(output.routing, F.cross_entropy(output.logits, target, reduction="none"))
         of_full = zero if output.full is None else self.full_loss(output.logits, target, output.full)
-        learned = ce if output.full is None else (ce + self.lambda_full * of_full) / (1 + self.lambda_full)
+        of_exits = zero if output.exits is None else self.exit_loss(output.exits, target, output.logits)
+        weights = 1.0, self.lambda_full * (output.full is not None), self.lambda_exit * (output.exits is not None)
+        learned = (ce + weights[1] * of_full + weights[2] * of_exits) / sum(weights)
         total = learned + self.lambda_cons * cons + self.lambda_flops * flops + self.lambda_predict * (predict + price)
-        return Losses(total + self.reward_weight * reward, ce, cons, flops, predict, price, reward, of_full)
+        return Losses(total + self.reward_weight * reward, ce, cons, flops, predict, price, reward, of_full, of_exits)
+
+
+def _divergence(scores: Tensor, teacher: Tensor) -> Tensor:
+    """Of the prediction from the teacher's, the mean over the batch."""
+    own, taught_by = (_at_least_float32(some).log_softmax(1) for some in (scores, teacher))
+    return F.kl_div(own, taught_by, reduction="batchmean", log_target=True)
 
 
 def _at_least_float32(scores: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ class GateConfig:
     signal: Signal = Signal.exact
     measure: Measure = Measure.cir
     first_blocks: bool = True  # whether the first block of each stage has a gate
+    exits: bool = False  # one policy, for the last stage alone: where an image leaves it
     calibration: Calibration = Calibration.none
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     quantile: QuantileConfig = field(default_factory=QuantileConfig)
@@ -141,6 +142,7 @@ class ObjectiveConfig:
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     lambda_predict: float = 1.0  # of the predicted measure's squared error
     lambda_full: float = 0.0  # of what the network learns from its own full path
+    lambda_exit: float = 1.0  # of what it would say where an image may leave, with gate.exits
     start_epoch: float = 0.0  # prog(t) is 0 until then
     warmup_epochs: float = MISSING  # T_warmup
     per_step: bool = MISSING  # t counts fractions of an epoch

@@ -44,6 +44,7 @@ class TrainingStatistics(L.Callback):
 
 
 def _terms(module: LitCosineGate) -> dict[str, str]:
-    """What the objective has: the reward and the full path only where something learns by them."""
+    """What the objective has: the reward, the full path and exits only where something learns by them."""
     has = {"reward": module.objective.reward_weight > 0, "full": module.objective.lambda_full > 0}
+    has["exit"] = any(block.leaves for block in module.network.blocks)
     return TERMS | {term: f"loss_{term}" for term, learns in has.items() if learns}

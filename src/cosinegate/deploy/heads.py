@@ -43,6 +43,20 @@ class Statistics(Eye):
         return geometry.pooled_statistics(x)
 
 
+class Scored(Eye):
+    """The score of a channel's statistics, which several heads compare with thresholds of their own."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = GateHead(features, hidden)
+
+    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+        return self.layers.score(geometry.pooled_statistics(x))
+
+    def described(self) -> dict[str, Any]:
+        return super().described() | {"features": self.layers.w1.in_features, "hidden": self.layers.w1.out_features}
+
+
 class Mean(Eye):
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         return geometry.global_average_pool(x)
@@ -122,6 +136,13 @@ class GateHead(Head):
         return super().described() | sizes | {"leak": self.leak}
 
 
+class TurnHead(Head):
+    """Of a score that was seen already, (B, 1)."""
+
+    def score(self, seen: Tensor) -> Tensor:
+        return seen
+
+
 class AttentionHead(Head):
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
@@ -178,11 +199,13 @@ class FingerprintHead(Head):
 
 KINDS = {
     Statistics: "statistics",
+    Scored: "scored",
     Mean: "mean",
     Whole: "whole",
     Memory: "memory",
     Fingerprint: "fingerprint",
     GateHead: "layers",
+    TurnHead: "turn",
     AttentionHead: "attention",
     ConvolutionHead: "convolution",
     MemoryHead: "state",
@@ -218,7 +241,11 @@ def _predictive(gate: PredictiveGate) -> tuple[Eye, Head]:
     head.w1.bias.copy_(torch.cat([part.w1.bias for part in parts]) - head.w1.weight @ mean)
     head.w2.weight.copy_(gate.gamma * torch.cat([part.w2.weight for part in parts], dim=1))
     head.w2.bias.copy_(gate.gamma * sum(part.w2.bias for part in parts))
-    return Statistics(), head
+    if not gate.leaves:
+        return Statistics(), head
+    eye = Scored(head.w1.in_features, head.w1.out_features)
+    eye.layers = head
+    return eye, TurnHead()
 
 
 def _controller(gate: ControllerGate) -> tuple[Eye, Head]:

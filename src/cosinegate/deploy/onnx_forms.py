@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
-from cosinegate.deploy.heads import Mean, Statistics
+from cosinegate.deploy.heads import Eye, Mean, Scored, Statistics
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
+from cosinegate.gates import Seen
 from cosinegate.networks.block import PadShortcut
 
 
@@ -40,7 +41,7 @@ class OnnxForm(nn.Module):
         gates = []
         for block in self.network.blocks:
             if block.eye is not None:
-                seen = REDUCTIONS[type(block.eye)](x) if type(block.eye) in REDUCTIONS else block.eye(x, seen)
+                seen = look(block.eye, x, seen)
             if block.removed:
                 x = block.identity(x)
             elif block.head is None:
@@ -81,7 +82,13 @@ def _statistics(x: Tensor) -> Tensor:
     return torch.cat((mean, std, x.amax((2, 3))), dim=1)
 
 
-REDUCTIONS = {Statistics: _statistics, Mean: lambda x: x.mean((2, 3))}
+def look(eye: Eye, x: Tensor, seen: Seen) -> Seen:
+    """What the eye sees, by those reductions."""
+    if isinstance(eye, Statistics):
+        return _statistics(x)
+    if isinstance(eye, Scored):
+        return eye.layers.score(_statistics(x))
+    return x.mean((2, 3)) if isinstance(eye, Mean) else eye(x, seen)
 
 
 def require_exportable(network: FoldedNetwork, path: Path) -> None:

@@ -55,7 +55,7 @@ class Trained:
             return without_gates(self.folded)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            return folded(build_network(config, make_gate=lambda *where: None), self.folded.size)
+            return folded(build_network(config, make_gate=lambda channels: None), self.folded.size)
 
     def calibrate(self, budget: float, images: Tensor) -> list[float]:
         """Moves the thresholds so that the mean gate over all blocks is `budget` on these images; gives the shares."""

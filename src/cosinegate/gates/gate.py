@@ -59,6 +59,11 @@ class Gate(nn.Module):
         """Whether training runs F for every sample now."""
         return getattr(self.opening, "is_open", False)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether an image that finds it closed skips all that is left of the last stage: an exit."""
+        return getattr(self.opening, "leaves", False)
+
     def begin(self, images: Tensor) -> Seen:
         """What is known before the first block, of the images (B, C, H, W)."""
         return None

@@ -45,9 +45,9 @@ def check(config: GateConfig, number: int) -> None:
 class GateMaker:
     """Makes the gate of every block of a network; what its gates share is made once."""
 
-    def __init__(self, config: GateConfig, number: int, budget: Budget | None = None) -> None:
-        """`number` blocks have a gate; a `budget` calibrates them."""
-        self.config, self.number, self.budget = config, number, budget
+    def __init__(self, config: GateConfig, gated: list[bool], budget: Budget | None = None) -> None:
+        """`gated` says which blocks have a gate; a `budget` calibrates them."""
+        self.config, self.gated, self.number, self.budget = config, iter(gated), sum(gated), budget
         relaxation = config.relaxation
         self.relaxation = Relaxation(
             relaxation.temperature, relaxation.hard, config.threshold, noisy=relaxation.noise_until > 0
@@ -55,14 +55,14 @@ class GateMaker:
         self.shared: dict[str, nn.Module] = {}
         self.made = 0
         if config.kind is not GateKind.none:
-            check(config, number)
+            check(config, self.number)
 
-    def __call__(self, channels: int, is_first: bool) -> Gate | None:
-        """Of a block whose input has `channels` channels; `is_first` of its stage.
+    def __call__(self, channels: int) -> Gate | None:
+        """Of the next block, whose gate is shown `channels` channels.
 
         It draws its weights aside, so that the network around it begins as it would with other gates, or with none.
         """
-        if self.config.kind is GateKind.none or (is_first and not self.config.first_blocks):
+        if not next(self.gated) or self.config.kind is GateKind.none:
             return None
         make = predictive.make if is_predicted(self.config) else MAKERS[self.config.kind]
         place = self.made

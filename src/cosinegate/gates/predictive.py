@@ -67,10 +67,9 @@ class PredictiveGate(CosineGate):
 
     decides_first = True
 
-    def __init__(self, predictor: Predictor, *arguments) -> None:
+    def __init__(self, predictor: Predictor, standardise: Standardise, *arguments) -> None:
         super().__init__(*arguments)
-        self.predictor = predictor
-        self.standardise = Standardise(predictor.w1.in_features)
+        self.predictor, self.standardise = predictor, standardise
         self.by_exact = False  # in training only, until the switch-over epoch: decide by the exact measure
 
     def look(self, x: Tensor, seen: Seen) -> Tensor:
@@ -110,8 +109,10 @@ class PredictiveGate(CosineGate):
 def make(config: GateConfig, slot: Slot) -> PredictiveGate:
     features, hidden = STATISTICS * slot.channels, max(2, slot.channels // config.controller.reduction)
     controller = Controller(features, hidden, LEAK, bias=True) if config.controller.enabled else None
-    predictor = Predictor(features, config.predictor.hidden)
-    gamma = config.gamma
-    return PredictiveGate(
-        predictor, slot.opening(), config.measure, gamma.init, config.polarity, gamma.learnable, controller
-    )
+    policy = [Predictor(features, config.predictor.hidden), Standardise(features), controller]
+    if config.exits:  # one for all: thresholds alone part the blocks
+        policy = slot.shared.setdefault("policy", nn.ModuleList(policy))
+    predictor, standardise, controller = policy
+    gamma, opening = config.gamma, slot.opening()
+    equation = config.measure, gamma.init, config.polarity, gamma.learnable, controller
+    return PredictiveGate(predictor, standardise, opening, *equation)

@@ -81,6 +81,11 @@ class ResidualBlock(nn.Module):
         """Whether some samples may skip F in training now and others not."""
         return self.gate is not None and not self.is_closed and not self.gate.is_open
 
+    @property
+    def leaves(self) -> bool:
+        """Whether an image may leave the last stage before it."""
+        return self.gate is not None and self.gate.leaves
+
     def look(self, x: Tensor, seen: Seen) -> Seen:
         """What its gate is shown: what it sees of x, or what an earlier block of the stage saw."""
         return self.gate.look(x, seen) if self.looks else seen

@@ -24,11 +24,14 @@ class Routing(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Class scores, the routing that led to them, None for a dense network, and the full path's scores if asked for."""
+    """Class scores, and the routing that led to them; None for a dense network. In training what else is learned from:
+    the full path's scores, if asked for, and those of every exit, if there are any.
+    """
 
     logits: Tensor  # (B, classes)
     routing: Routing | None
     full: Tensor | None = None  # (B, classes)
+    exits: Tensor | None = None  # (E, B, classes)
 
 
 class GatedNetwork(nn.Module):
@@ -49,10 +52,12 @@ class GatedNetwork(nn.Module):
     def forward(self, images: Tensor, full_path: bool = False) -> Output:
         """With `full_path` a second path leaves the routed one where routes part: see `_full_path`."""
         x, seen = self.stem(images), self.begin(images)
-        taken, parting = [], None
+        taken, exits, parting = [], [], None
         for place, block in enumerate(self.blocks):
             if parting is None and block.may_part:
                 parting = place, x
+            if self.training and block.leaves:
+                exits.append(self.classify(x))
             seen = block.look(x, seen)
             x, routing = block(x, seen)
             taken.append(routing)
@@ -60,7 +65,8 @@ class GatedNetwork(nn.Module):
         full = None
         if full_path:
             full = logits if parting is None else self._full_path(*parting)
-        return Output(logits, self._routing(taken, logits) if any(taken) else None, full)
+        routing = self._routing(taken, logits) if any(taken) else None
+        return Output(logits, routing, full, torch.stack(exits) if exits else None)
 
     def _full_path(self, place: int, x: Tensor) -> Tensor:
         """Class scores of block `place`'s input, all blocks open but those that are closed for every image; no gate is

@@ -11,8 +11,7 @@ from cosinegate.networks.network import GatedNetwork
 
 
 class ResNet(GatedNetwork):
-    """`make_gate(channels, is_first)` makes the gate of a block by the channels that it is shown and whether it is
-    the first of its stage, or None. `look` says where gates that decide first look, `consistency` whether that term is
+    """`make_gate(channels)` makes the next block's gate by the channels that it is shown, or None. `look` says where gates that decide first look, `consistency` whether that term is
     trained and `detach_target` how.
     """
 
@@ -24,7 +23,7 @@ class ResNet(GatedNetwork):
         num_classes: int,
         shortcut: Shortcut,
         post_activation: bool,
-        make_gate: Callable[[int, bool], Gate | None],
+        make_gate: Callable[[int], Gate | None],
         look: Look,
         consistency: bool,
         detach_target: bool,
@@ -40,7 +39,7 @@ class ResNet(GatedNetwork):
                 outputs = width * 2**stage
                 stride = 2 if stage > 0 and index == 0 else 1
                 shares = look is Look.stage and seen > 0
-                gate = make_gate(seen if shares else inputs, index == 0)
+                gate = make_gate(seen if shares else inputs)
                 looks = gate is not None and gate.decides_first and not shares
                 seen = inputs if looks else seen
                 path = shortcut_path(shortcut, inputs, outputs, stride)

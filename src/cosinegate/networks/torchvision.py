@@ -28,14 +28,14 @@ class TorchvisionResNet(GatedNetwork):
     def __init__(
         self,
         model: torchvision.models.ResNet,
-        make_gate: Callable[[int, bool], Gate | None],
+        make_gate: Callable[[int], Gate | None],
         consistency: bool,
         detach_target: bool,
     ) -> None:
         stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
         blocks = []
-        for block, is_first in residual_blocks(model):
-            gate = make_gate(block.conv1.in_channels, is_first)
+        for block, _ in residual_blocks(model):
+            gate = make_gate(block.conv1.in_channels)
             looks = gate is not None and gate.decides_first
             path = nn.Identity() if block.downsample is None else block.downsample
             blocks.append(ResidualBlock(path, residual(block), block.relu, gate, looks, consistency))
@@ -56,7 +56,7 @@ def torchvision_resnet(
     name: str,
     in_channels: int,
     num_classes: int,
-    make_gate: Callable[[int, bool], Gate | None],
+    make_gate: Callable[[int], Gate | None],
     consistency: bool,
     detach_target: bool,
 ) -> TorchvisionResNet:
