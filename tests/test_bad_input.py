@@ -177,6 +177,7 @@ CASES = [  # the command line, what the line says, and the environment
     ("train +experiment=digits_predictive objective.reinforce.weight=1", "calibrated gates are not drawn"),
     ("train gate=skipnet objective=reinforce data=digits trainer.max_epochs=12", "below trainer.max_epochs = 12"),
     ("train gate=none objective.lambda_full=1 data=digits", "no other path than the full one"),
+    ("train gate=skipnet gate.exits=true data=digits", "gate.exits = True: needs gate.signal=predicted"),
     ("evaluate runs/digits/a-run", "key=value"),
     ("train --nonsense", "unrecognized arguments: --nonsense"),
     ("train --config-name=nonsense", "Cannot find primary config"),

@@ -10,12 +10,15 @@ import pytest
 import torch
 from conftest import config, process
 
+from cosinegate.build import build_network
 from cosinegate.deploy.benchmark import benchmark
 from cosinegate.deploy.export import export, show
+from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.frontier import forced, frontier
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import is_the_records, load_trained
 from cosinegate.deploy.weights import read_exported
+from cosinegate.errors import UserError
 from cosinegate.record import read_record, write_record
 from cosinegate.run import train
 
@@ -260,3 +263,33 @@ def test_a_gate_with_memory_is_timed_by_the_same_command(tmp_path):
     rows = json.loads((run / "time" / "benchmark.json").read_text())["rows"]
     assert {row["model"] for row in rows} == {"dense", "skipping"}
     assert all(row["ms_per_image"] > 0 for row in rows)
+
+
+def test_a_run_with_exits_is_searched_on_held_out_images_and_timed_against_as_many_dense_blocks(
+    tmp_path,
+):
+    short = ["threads=1", "trainer.max_epochs=2", "trainer.limit_train_batches=6", "callbacks.curves=null"]
+    short += ["network.width=4", "objective.start_epoch=1", "data.validation=holdout", "data.holdout=200"]
+    chosen = config("+experiment=predictive_balanced", "data=digits", *short, f"run_dir={tmp_path / 'run'}")
+    train(chosen)
+    run, untouched = chosen.run_dir, "measured_on=held_out"
+    worth = [3.0, 0.0, -1.0, -2.0]
+    ask("calibrate", f"run={run}", "budgets=[0.7,0.8]", f"worth={worth}", untouched, "threads=1")
+    found = json.loads((Path(run) / "frontier.json").read_text())
+    assert (found["measured_on"], found["images"], found["worth"]) == ("held_out", 200, worth)
+    for point in found["points"]:
+        assert point["counted"] == pytest.approx(point["budget"], abs=0.01)  # the images that it was calibrated on
+        assert point["paths"] <= 5  # from block to block images leave, and none comes back
+        assert point["open"] == sorted(point["open"], reverse=True)
+    for wrong, fragment in ((worth[:3], "must be 4 numbers"), (worth[::-1], "does not come back")):
+        with pytest.raises(UserError, match=fragment):
+            ask("calibrate", f"run={run}", "budgets=[0.7]", f"worth={wrong}", untouched)
+    few = ("batches=[1]", "images=16", "rounds=1", "threads=1", "compile=false")
+    timed = ask("benchmark", f"run={run}", *few)
+    trained = load_trained(run)
+    assert [block.conv1.out_channels for block in trained.dense().blocks] == [4] * 3 + [8] * 3 + [16] * 3
+    images, dense = trained.data.whole_images("test", 16)[0], build_network(config("data=digits", "network.width=4"))
+    of_dense = dense_flops(dense, trained.data.image_set.shape)
+    assert timed["executed"] == pytest.approx(forward_flops(trained.eager, images) / (16 * of_dense))
+    with pytest.raises(UserError, match=r"no gate\.quantile\.worth"):
+        ask("calibrate", f"run={other(tmp_path / 'aig', 'aig', 'per_block')}", "budgets=[0.7]", "worth=[1,0,0,0,0,0]")

@@ -156,8 +156,13 @@ def test_it_is_asked_from_the_step_on_in_which_gates_may_close(tmp_path, monkeyp
 
 
 def test_a_block_that_is_closed_for_every_image_is_closed_on_it_too():
-    closed = ["+experiment=predictive_balanced", "data=digits", "network.width=4"]
-    closed += ["gate.quantile.begin=[1,0.5,0,0.5,0.5,0]", "gate.quantile.worth=[60,0,-60,0,0,-60]"]
+    closed = ["+experiment=mnist_predictive", "data=digits", "network.width=4", "gate.quantile.low=0"]
+    closed += [
+        "network.blocks=[2,2,5]",
+        "gate.quantile.high=1",
+        "gate.quantile.begin=[1,0.5,0,0.5,0.5,0]",
+        "gate.quantile.worth=[60,0,-60,0,0,-60]",
+    ]
     network = build_module(config(*closed)).network.train()
     shut = [place for place, block in enumerate(network.blocks) if block.is_closed]
     assert shut == [5, 8]

@@ -29,9 +29,11 @@ from cosinegate.record import read_metrics
 from cosinegate.run import train
 
 GATES = sorted(path.stem for path in (ROOT / "conf" / "gate").glob("*.yaml"))
-LOSS = {"aig": "per_block", "random": "plain", "fixed": "plain", "drop": "plain", "predictive": "predictive"}
+LOSS = {"aig": "per_block", "random": "plain", "fixed": "plain", "drop": "plain"}
+LOSS |= dict.fromkeys(("predictive", "exit"), "predictive")
 LOSS |= dict.fromkeys(("skipnet", "skipnet_recurrent", "constant"), "two_sided") | {"attention": "dynconv"}
 SMALL = ["data=digits", "network.depth=14", "network.width=4", "threads=1", "objective.warmup_epochs=0"]
+EXITS = ["network.blocks=[1,1,4]", "gate.quantile.fit=64", "optimizer.decay_gates=false", "objective.tau_target=0.75"]
 SHORT = ["trainer.max_epochs=2", *(f"trainer.limit_{stage}_batches=1" for stage in ("val", "test"))]
 SHORT += ["trainer.limit_train_batches=3", "+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0"]
 
@@ -45,6 +47,7 @@ GOLDEN = {
     "cosine": 2.357960,
     "cosine_novelty": 2.204581,
     "drop": 2.207358,
+    "exit": 2.170870,
     "fixed": 2.077166,
     "none": 2.061610,
     "predictive": 2.320870,
@@ -63,8 +66,8 @@ WHY_NOT = {  # no skipping runtime, and why
 
 
 def chosen(gate: str, *overrides: str):
-    pattern = ["gate.pattern=[1,0,1,1,0,1]"] if gate == "fixed" else []
-    return config(f"gate={gate}", f"objective={LOSS.get(gate, 'cosinegate')}", *SMALL, *pattern, *overrides)
+    own = {"fixed": ["gate.pattern=[1,0,1,1,0,1]"], "exit": EXITS}.get(gate, [])
+    return config(f"gate={gate}", f"objective={LOSS.get(gate, 'cosinegate')}", *SMALL, *own, *overrides)
 
 
 def images(number: int, seed: int = 0) -> torch.Tensor:
@@ -212,7 +215,8 @@ def test_a_gate_opens_with_what_it_is_and_where_it_comes_from(gate):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_the_network_around_any_gate_begins_with_the_same_weights(gate):
-    dense, gated = (build_module(chosen(name, "seed=3")).network.state_dict() for name in ("none", gate))
+    shape = ["network.blocks=[1,1,4]"] if gate == "exit" else []
+    dense, gated = (build_module(chosen(name, "seed=3", *shape)).network.state_dict() for name in ("none", gate))
     assert all(torch.equal(value, gated[name]) for name, value in dense.items())
 
 
@@ -252,6 +256,13 @@ BAD = [
     (["gate=fixed", "gate.pattern=[1,0]"], "gate.pattern", "must be 9"),
     (["gate=random", "gate.calibration=quantile"], "gate.calibration", "random", "no logit"),
     (["gate=aig", "gate.calibration=quantile", "gate.quantile.credit=cost"], "gate.quantile.credit", "predicted"),
+    (["gate=aig", "gate.exits=true"], "gate.exits", "gate.signal=predicted"),
+    (["gate=exit", "objective=predictive", "objective.lambda_full=1"], "gate.exits", "objective.lambda_full=0"),
+    (["gate=exit", "objective=predictive", "gate.predictor.look=block"], "gate.exits", "gate.predictor.look=stage"),
+    (["gate=exit", "objective=predictive", "network.blocks=[2,2,1]"], "gate.exits", "no block is left"),
+    (["+experiment=predictive_balanced", "gate.quantile.worth=[0,1,2,3]"], "gate.quantile.worth", "does not come back"),
+    (["gate=exit", "objective=predictive", "optimizer.decay_gates=false"], "objective.tau_target", "0.778"),
+    (["objective.lambda_exit=-1"], "objective.lambda_exit", "at least 0"),
     (["objective.bounds=2"], "objective.bounds", "from 0 to 1"),
     (["objective.targets=[0.5]"], "objective.targets", "9 shares", "objective.target=block"),
     (["objective.reinforce.alpha=-1"], "objective.reinforce.alpha", "at least 0"),

@@ -142,3 +142,10 @@ class Sampler(Enum):
 
     nsga2 = "nsga2"
     tpe = "tpe"
+
+
+class MeasuredOn(Enum):
+    """Which images a frontier's accuracy is of."""
+
+    test = "test"
+    held_out = "held_out"  # for a search, which leaves the test set alone

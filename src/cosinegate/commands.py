@@ -6,7 +6,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from cosinegate.choices import Checkpoint, Cost, Sampler
+from cosinegate.choices import Checkpoint, Cost, MeasuredOn, Sampler
 from cosinegate.schema import Config
 
 
@@ -109,6 +109,8 @@ class CalibrateConfig:
     run: str = MISSING
     checkpoint: Checkpoint | None = None
     budgets: list[float] | None = None
+    worth: list[float] | None = None
+    measured_on: MeasuredOn = MeasuredOn.test
     images: int | None = None
     root: str | None = None
     data_folder: str | None = None

@@ -1,4 +1,5 @@
-"""One checkpoint at many budgets: thresholds from held-out images, accuracy and executed FLOPs from the test set.
+"""One checkpoint at many budgets: thresholds from held-out images, accuracy and executed FLOPs from the test set, or
+from the held-out images as well, for a search.
 
 Beside it what the routes know: the accuracy with the gates of another image (`shuffled`), and with every block open for
 all images or closed for all, by what most of them have (`rounded`). Gates that route by input are better than both.
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cosinegate import console, geometry
+from cosinegate.choices import MeasuredOn
 from cosinegate.commands import CalibrateConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.flops import dense_flops, forward_flops
@@ -35,6 +37,8 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
+    if asked.worth is not None:
+        trained.share_out(list(asked.worth))
     least, most = trained.budgets()
     budgets = asked.budgets or [round(most - (most - least) * part * 0.15, 3) for part in range(6)]
     for budget in budgets:
@@ -45,10 +49,12 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
             raise UserError(f"{place}: is in the way of what would be written")
     for place in (folder, folder / "figures"):
         require_writable(place)
-    held_out = trained.held_out()
-    images, labels = trained.data.whole_images("test", asked.images)
+    held_out, held_out_labels = trained.held_out_and_labels()
+    on_test = asked.measured_on is MeasuredOn.test
+    images, labels = trained.data.whole_images("test", asked.images) if on_test else (held_out, held_out_labels)
     dense = dense_flops(trained.eager, trained.data.image_set.shape)
-    console.say(f"calibrating on {len(held_out)} {trained.held_out_words}; measuring on {len(images)} test images")
+    measured_on = f"{len(images)} test images" if on_test else "the same"
+    console.say(f"calibrating on {len(held_out)} {trained.held_out_words}; measuring on {measured_on}")
     points = []
     for budget in sorted(budgets):
         trained.calibrate(budget, held_out)
@@ -74,11 +80,13 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     found = {
         "checkpoint": str(trained.path),
         "calibrated_on": f"{len(held_out)} {trained.held_out_words}",
-        "test_images": len(images),
+        "measured_on": asked.measured_on.name,
+        "images": len(images),
+        "worth": None if asked.worth is None else list(asked.worth),
         "points": points,
     }
     write_atomically(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
-    found["figure"] = str(_draw(points, trained.config.name, folder / "figures" / "frontier.png"))
+    found["figure"] = str(_draw(points, trained.config.name, asked.measured_on, folder / "figures" / "frontier.png"))
     return found
 
 
@@ -97,7 +105,7 @@ def _accuracy(network: FoldedNetwork, images: Tensor, labels: Tensor, gates: Ten
     return (scores.argmax(1) == labels).float().mean().item()
 
 
-def _draw(points: list[dict[str, Any]], name: str, path: Path) -> Path:
+def _draw(points: list[dict[str, Any]], name: str, on: MeasuredOn, path: Path) -> Path:
     path.parent.mkdir(exist_ok=True)
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     executed, accuracy = ([point[key] for point in points] for key in ("executed", "accuracy"))
@@ -111,7 +119,7 @@ def _draw(points: list[dict[str, Any]], name: str, path: Path) -> Path:
             ha="center",
             fontsize=8,
         )
-    axes.set(xlabel="FLOPs executed (dense network = 1)", ylabel="test accuracy (%)")
+    axes.set(xlabel="FLOPs executed (dense network = 1)", ylabel=f"accuracy (%), {on.name.replace('_', '-')} images")
     axes.set_title(f"{name}: one checkpoint, thresholds calibrated to each budget", fontsize=10)
     axes.grid(alpha=0.3)
     axes.margins(0.1)

@@ -41,8 +41,11 @@ class Trained:
 
     def held_out(self) -> Tensor:
         """Images for calibration, never of the test set."""
+        return self.held_out_and_labels()[0]
+
+    def held_out_and_labels(self) -> tuple[Tensor, Tensor]:
         split = "val" if self.config.data.validation is Validation.holdout else "train"
-        return self.data.whole_images(split, self.config.data.holdout)[0]
+        return self.data.whole_images(split, self.config.data.holdout)
 
     def dense(self) -> FoldedNetwork:
         """The dense network that times and FLOPs are ratios to: its own without gates or, where its blocks are shared
@@ -68,6 +71,17 @@ class Trained:
         reached = calibrate(self.eager, shares, images)
         self.folded = folded(self.eager, self.folded.size)
         return reached
+
+    def share_out(self, worth: list[float]) -> None:
+        """By another worth of each gated block than the one that it was trained with."""
+        known = self._plan.worth
+        if known is None:
+            raise UserError(f"worth = {worth}: this run has no gate.quantile.worth that could be another")
+        if len(worth) != len(known):
+            raise UserError(f"worth = {worth}: must be {len(known)} numbers, one for each gated block")
+        if self._plan.exits and worth != sorted(worth, reverse=True):
+            raise UserError(f"worth = {worth}: must not grow from block to block: who has left does not come back")
+        known.data.copy_(torch.tensor(worth))
 
     def check_budget(self, budget: float) -> None:
         if not all(gate.ranks for gate in self._gates):

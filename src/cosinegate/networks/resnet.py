@@ -11,8 +11,8 @@ from cosinegate.networks.network import GatedNetwork
 
 
 class ResNet(GatedNetwork):
-    """`make_gate(channels)` makes the next block's gate by the channels that it is shown, or None. `look` says where gates that decide first look, `consistency` whether that term is
-    trained and `detach_target` how.
+    """`make_gate(channels)` makes the next block's gate by the channels that it is shown, or None. `look` says where
+    gates that decide first look, `consistency` whether that term is trained and `detach_target` how.
     """
 
     def __init__(
