@@ -31,7 +31,6 @@ FORMS = [
     ("gate.predictor.look=stage", "network.depth=20"),
     ("network.shortcut=projection", "gate.first_blocks=true", "gate.predictor.look=stage"),
     ("network.post_activation=false", "gate.first_blocks=true"),
-    ("gate=exit", "network.blocks=[1,1,4]", "optimizer.decay_gates=false"),
     (
         "gate.controller.enabled=false",
         "gate.calibration=none",

@@ -22,7 +22,7 @@ def test_open_gates_are_torchvisions_own_network(name):
     model = torchvision.models.get_model(name, weights=None, num_classes=10).eval()
     x = torch.randn(2, 3, 32, 32)
     expected = model(x)
-    gated = TorchvisionResNet(model, lambda channels, is_first: FixedGate(True), False, False).eval()
+    gated = TorchvisionResNet(model, lambda channels: FixedGate(True), False, False).eval()
     output = gated(x)
     torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
     assert output.routing.gates.shape == (2, {"resnet18": 8, "resnet50": 16}[name])
