@@ -102,14 +102,11 @@ class Budget(nn.Module):
         return at(level)
 
     def never_opened(self) -> list[bool]:
-        """(G,): blocks that are closed from first to last, so that their F is what chance gave it."""
+        """(G,): blocks that are closed from first to last, so that their F is what chance gave it; with exits none."""
+        if self.exits:
+            return [False] * len(self.costs)
         settled = self.shares(self.tau_target)
         return [first == 0 and last < NOTHING for first, last in zip(self.begin, settled, strict=True)]
-
-    def parts_images(self) -> list[bool]:
-        """(G,): blocks that end open for some images and closed for others; the others' gates have nothing to learn."""
-        settled = self.shares(self.tau_target)
-        return [not never and last < 1 for never, last in zip(self.never_opened(), settled, strict=True)]
 
     def _by_price(self, mean: float, low: float, high: float, may_open: list[bool]) -> list[float]:
         known = self.recent[:, : self.seen.min()].double().cpu()

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cosinegate.choices import Calibration, Credit, GateKind, Look, Polarity, Signal
+from cosinegate.choices import Calibration, Credit, GateKind, Look, Polarity, Sharing, Signal
 from cosinegate.errors import UserError
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
@@ -197,10 +197,13 @@ def _check_exits(config: DictConfig) -> None:
         "gate.quantile.fit above 0": gate.quantile.fit > 0,
         "gate.gamma.learnable=false": not gate.gamma.learnable,
         "objective.lambda_full=0": config.objective.lambda_full == 0,
+        "network.torchvision=null": config.network.torchvision is None,
+        "gate.quantile.begin=null": gate.quantile.begin is None,
+        "gate.quantile.worth": gate.quantile.sharing is Sharing.block or gate.quantile.worth is not None,
     }
     lacking = [words for words, is_there in needed.items() if not is_there]
     if gate.exits and lacking:
-        raise UserError(f"gate.exits = True: needs {lacking[0]}, as gate=exit has it")
+        raise UserError(f"gate.exits = True: needs {lacking[0]}; begin with gate=exit objective=predictive")
 
 
 def _check_reward(config: DictConfig) -> None:

@@ -39,11 +39,11 @@ def _at_exits(network: ResNet, places: list[int], images: Tensor) -> tuple[Tenso
         for place, block in enumerate(network.blocks):
             seen = block.look(x, seen)
             if place in places:
-                exits.append(network.classify(x))
+                exits.append(network.classify(x).float().log_softmax(1))
             x = block.route(x, torch.ones(len(x), device=x.device))
-        whole = network.classify(x).log_softmax(1)
-        changes = [F.kl_div(early.log_softmax(1), whole, reduction="none", log_target=True).sum(1) for early in exits]
-        wanted.append(learned(torch.stack(changes), Credit.change).mean(0))
+        whole = network.classify(x).float().log_softmax(1)
+        changes = [F.kl_div(early, whole, reduction="none", log_target=True).sum(1) for early in exits]
+        wanted.append(learned(torch.stack(changes), Credit.change).mean(0).to(seen.dtype))
         shown.append(seen)
     return torch.cat(shown), torch.cat(wanted)
 

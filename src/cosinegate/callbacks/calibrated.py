@@ -33,9 +33,10 @@ class Calibrated(L.Callback):
         images = trainer.precision_plugin.convert_input(images)
         with trainer.precision_plugin.val_step_context():
             if fits:
-                parts = budget.parts_images()
-                places = [p for p in pl_module.places if parts[pl_module.network.blocks[p].gate.opening.place]]
-                fit(pl_module.network, places, images[: self.fitted_to], target[: self.fitted_to])
+                never = budget.never_opened()
+                places = [p for p in pl_module.places if not never[pl_module.network.blocks[p].gate.opening.place]]
+                if places:
+                    fit(pl_module.network, places, images[: self.fitted_to], target[: self.fitted_to])
             shares = budget.shares()
             if budget.by_chance:  # which is for training: evaluation computes what will be computed
                 shares = [float(share > 0) for share in shares]

@@ -74,27 +74,26 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     if len(images) < max(asked.batches):
         raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
     others: dict[str, Model] = {}
-    dense = trained.dense()
-    flops_of_dense = forward_flops(dense, images[:1])
     for run in asked.against:
-        name, model = _dense_run(run, asked.checkpoint, trained, flops_of_dense)
+        name, model = _dense_run(run, asked.checkpoint, trained)
         others[name if name not in others else f"{name} ({run})"] = model
     require_writable(folder)
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
     flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
-    executed = flops / (len(images) * flops_of_dense)
+    dense = dense_flops(trained.eager, trained.data.image_set.shape)
+    executed = flops / (len(images) * dense)
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
     counted = runtime.gates.float().mean().item()
     is_own = asked.budget is None and is_the_records(trained.path)  # else the record's accuracy is of another network
     own = run_folder_of(trained.path) if is_own else None
     models = {
-        "dense": Model(dense, 1.0, 1.0, None),
+        "dense": Model(trained.dense(), 1.0, 1.0, None),
         "skipping": Model(settled(trained.folded)[0], counted, executed, own),
     } | others
     with tempfile.TemporaryDirectory() as scratch:
         ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)
-        rows, int8 = [], _int8(models["skipping"], trained, flops_of_dense, Path(scratch), images, labels)
+        rows, int8 = [], _int8(models["skipping"], trained, Path(scratch), images, labels)
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
             rows += _rows(models, int8, ways.at(batch), batch, images, asked.rounds)
@@ -120,7 +119,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     return found | {"folder": str(folder)}
 
 
-def _int8(model: Model, trained: Trained, dense: int, folder: Path, images: Tensor, labels: Tensor) -> dict[str, float]:
+def _int8(model: Model, trained: Trained, folder: Path, images: Tensor, labels: Tensor) -> dict[str, float]:
     """Of the skipping network: accuracy, and FLOPs, for rounding moves some images over a threshold."""
     scores, decided = run_onnx(session(folder / "skipping-int8.onnx", 1), images.contiguous().numpy(), MANY)
     found = {"accuracy": (torch.from_numpy(np.asarray(scores)).argmax(1) == labels).float().mean().item()}
@@ -130,8 +129,7 @@ def _int8(model: Model, trained: Trained, dense: int, folder: Path, images: Tens
     runtime(images)
     theirs = runtime.gates.clone()
     theirs[:, [i for i, block in enumerate(model.network.blocks) if block.head is not None]] = torch.from_numpy(decided)
-    shape = trained.data.image_set.shape
-    executed = executed_on(trained.eager, shape, dense, model.executed, runtime.gates, theirs)
+    executed = executed_on(trained.eager, trained.data.image_set.shape, model.executed, runtime.gates, theirs)
     return found | {"counted": theirs.float().mean().item(), "executed": executed}
 
 
@@ -213,8 +211,8 @@ def _bar(engine: str, batch: int, executed: float) -> float | None:
     return executed + ALLOWED["one"] if batch == 1 and engine == "onnxruntime" else None
 
 
-def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained, dense: int) -> tuple[str, Model]:
-    """A run of a dense network on the same data, with its FLOPs over those of the network that ratios are to."""
+def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tuple[str, Model]:
+    """A run of a dense network on the same data, with its FLOPs over those of the run that is benchmarked."""
     path = chosen_path(run, checkpoint)
     module, config = load_checkpoint(path)
     if any(block.gate is not None for block in module.network.blocks):
@@ -222,7 +220,7 @@ def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained, dense: 
     if config.data.name is not beside.config.data.name:
         raise UserError(f"against = {run}: is on {config.data.name.name}, not on {beside.config.data.name.name}")
     shape = beside.data.image_set.shape
-    share = dense_flops(module.network, shape) / dense
+    share = dense_flops(module.network, shape) / dense_flops(beside.eager, shape)
     name = f"{config.name} {network_name(config.network)} s{config.seed}"
     own = run_folder_of(path) if is_the_records(path) else None
     return name, Model(folded(module.network, shape[:2]), share, share, own)

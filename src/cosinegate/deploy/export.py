@@ -125,8 +125,7 @@ def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, thr
     with FlopCounterMode(display=False) as counter:
         scores, gates = eager_forward(trained, images)
     shape = trained.data.image_set.shape
-    dense = dense_flops(trained.eager, shape)
-    own = counter.get_total_flops() / (len(images) * dense)
+    own = counter.get_total_flops() / (len(images) * dense_flops(trained.eager, shape))
     array = images.contiguous().numpy()
     runtime = SkippingNetwork(trained.folded)
     runs: dict[str, Callable[[], tuple[np.ndarray, np.ndarray | None]]] = {
@@ -153,7 +152,7 @@ def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, thr
             "same_route": 1 - routed_otherwise(gates, route),
             "largest_difference": (theirs - scores).abs().max().item(),
             "mean_gate": route.float().mean().item(),
-            "executed": executed_on(trained.eager, shape, dense, own, gates, route),
+            "executed": executed_on(trained.eager, shape, own, gates, route),
         }
         if name != "int8.onnx":
             form = found[name]

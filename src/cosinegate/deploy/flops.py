@@ -33,12 +33,10 @@ def dense_flops(network: ResNet, shape: tuple[int, int, int]) -> int:
     return forward_flops(dense, torch.empty(1, channels, height, width, device="meta"))
 
 
-def executed_on(
-    network: ResNet, shape: tuple[int, int, int], dense: int, own: float, gates: Tensor, others: Tensor
-) -> float:
-    """Executed FLOPs over a `dense` network's of a form that takes other routes (B, N), from its `own` with `gates`."""
+def executed_on(network: ResNet, shape: tuple[int, int, int], own: float, gates: Tensor, others: Tensor) -> float:
+    """Executed FLOPs over the dense network's of a form that takes other routes (B, N), from its `own` with `gates`."""
     moved = others.float().mean(0) - gates.float().mean(0)
-    return own + (moved * block_flops(network, shape)).sum().item() / dense
+    return own + (moved * block_flops(network, shape)).sum().item() / dense_flops(network, shape)
 
 
 def block_flops(network: ResNet, shape: tuple[int, int, int]) -> Tensor:

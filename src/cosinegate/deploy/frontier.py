@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cosinegate import console, geometry
-from cosinegate.choices import MeasuredOn
+from cosinegate.choices import MeasuredOn, Validation
 from cosinegate.commands import CalibrateConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.flops import dense_flops, forward_flops
@@ -30,13 +30,16 @@ plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
 
 def frontier(asked: CalibrateConfig) -> dict[str, Any]:
-    """A point a budget, written to `frontier.json` and `figures/frontier.png` of the run."""
+    """A point a budget, written to `frontier.json` and `figures/frontier.png` of the run, or to `frontier_held_out`."""
     require_positive(asked, "threads", "images")
     if asked.budgets is not None and not asked.budgets:
         raise UserError("budgets = []: give at least one mean gate, as in budgets=[0.6,0.7]")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
+    on_test = asked.measured_on is MeasuredOn.test
+    if not on_test and trained.config.data.validation is not Validation.holdout:
+        raise UserError("measured_on = held_out: the run kept no images aside; train with data.validation=holdout")
     if asked.worth is not None:
         trained.share_out(list(asked.worth))
     least, most = trained.budgets()
@@ -44,16 +47,18 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     for budget in budgets:
         trained.check_budget(budget)
     folder = run_folder_of(trained.path)
-    for place, good in ((folder / "figures", Path.is_dir), (folder / "frontier.json", Path.is_file)):
+    name = "frontier" if on_test else "frontier_held_out"
+    for place, good in ((folder / "figures", Path.is_dir), (folder / f"{name}.json", Path.is_file)):
         if os.path.lexists(place) and not good(place):
             raise UserError(f"{place}: is in the way of what would be written")
     for place in (folder, folder / "figures"):
         require_writable(place)
     held_out, held_out_labels = trained.held_out_and_labels()
-    on_test = asked.measured_on is MeasuredOn.test
-    images, labels = trained.data.whole_images("test", asked.images) if on_test else (held_out, held_out_labels)
+    images, labels = held_out[: asked.images], held_out_labels[: asked.images]
+    if on_test:
+        images, labels = trained.data.whole_images("test", asked.images)
     dense = dense_flops(trained.eager, trained.data.image_set.shape)
-    measured_on = f"{len(images)} test images" if on_test else "the same"
+    measured_on = f"{len(images)} {'test images' if on_test else 'of them'}"
     console.say(f"calibrating on {len(held_out)} {trained.held_out_words}; measuring on {measured_on}")
     points = []
     for budget in sorted(budgets):
@@ -85,8 +90,8 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
         "worth": None if asked.worth is None else list(asked.worth),
         "points": points,
     }
-    write_atomically(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
-    found["figure"] = str(_draw(points, trained.config.name, asked.measured_on, folder / "figures" / "frontier.png"))
+    write_atomically(folder / f"{name}.json", json.dumps(found, indent=2) + "\n")
+    found["figure"] = str(_draw(points, trained.config.name, asked.measured_on, folder / "figures" / f"{name}.png"))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from cosinegate.build import build_network
 from cosinegate.calibration import Budget, Quantile, calibrate
 from cosinegate.choices import Checkpoint, Credit, Sharing, Validation
-from cosinegate.config import blocks_per_stage
+from cosinegate.config import blocks_per_stage, is_number
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
@@ -48,8 +48,9 @@ class Trained:
         return self.data.whole_images(split, self.config.data.holdout)
 
     def dense(self) -> FoldedNetwork:
-        """The dense network that times and FLOPs are ratios to: its own without gates or, where its blocks are shared
-        out among the stages otherwise, He et al.'s of as many, untrained, for a clock does not look at weights."""
+        """The dense network that times are ratios to: its own without gates or, where its blocks are shared out among
+        the stages otherwise, He et al.'s of as many, which has as many FLOPs; untrained, for a clock does not look at
+        weights."""
         config = copy.deepcopy(self.config)
         config.network.blocks = None
         if sum(blocks_per_stage(config.network)) != len(self.eager.blocks):
@@ -75,11 +76,13 @@ class Trained:
     def share_out(self, worth: list[float]) -> None:
         """By another worth of each gated block than the one that it was trained with."""
         known = self._plan.worth
-        if known is None:
-            raise UserError(f"worth = {worth}: this run has no gate.quantile.worth that could be another")
+        if known is None or not self._plan.exits:
+            raise UserError(f"worth = {worth}: is for a run with gate.exits and a gate.quantile.worth of its own")
+        if not all(map(is_number, worth)):
+            raise UserError(f"worth = {worth}: must be finite numbers")
         if len(worth) != len(known):
             raise UserError(f"worth = {worth}: must be {len(known)} numbers, one for each gated block")
-        if self._plan.exits and worth != sorted(worth, reverse=True):
+        if worth != sorted(worth, reverse=True):
             raise UserError(f"worth = {worth}: must not grow from block to block: who has left does not come back")
         known.data.copy_(torch.tensor(worth))
 

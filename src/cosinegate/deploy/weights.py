@@ -16,8 +16,8 @@ from cosinegate.files import replacing
 from cosinegate.foreign import read_json
 from cosinegate.networks.block import PadShortcut
 
-FORMAT = 2
-READ = (1, 2)  # in format 1 every gate was a predictive one
+FORMAT = 3
+READ = (1, 2, 3)  # in format 1 every gate was a predictive one
 
 
 def described(network: FoldedNetwork) -> dict[str, Any]:

@@ -26,8 +26,8 @@ class Standardise(nn.Module):
         self.register_buffer("square", torch.ones(features))
         self.register_buffer("batches", torch.zeros(()))
 
-    def forward(self, seen: Tensor) -> Tensor:
-        if self.training:
+    def forward(self, seen: Tensor, learns: bool) -> Tensor:
+        if learns:
             self._learn(seen)
         return (seen - self.mean) / self.deviation
 
@@ -67,9 +67,10 @@ class PredictiveGate(CosineGate):
 
     decides_first = True
 
-    def __init__(self, predictor: Predictor, standardise: Standardise, *arguments) -> None:
+    def __init__(self, predictor: Predictor, standardise: Standardise, is_first: bool, *arguments) -> None:
         super().__init__(*arguments)
         self.predictor, self.standardise = predictor, standardise
+        self.is_first = is_first  # of those that share these: moments are learned from a batch once
         self.by_exact = False  # in training only, until the switch-over epoch: decide by the exact measure
 
     def look(self, x: Tensor, seen: Seen) -> Tensor:
@@ -100,7 +101,7 @@ class PredictiveGate(CosineGate):
         return self.gamma.detach().sign() * (predicted.detach() + offset)
 
     def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        seen = self.standardise(seen.to(self.predictor.w1.weight.dtype))
+        seen = self.standardise(seen.to(self.predictor.w1.weight.dtype), self.training and self.is_first)
         with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit
             predicted = self.predictor(seen)
             return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)
@@ -110,9 +111,10 @@ def make(config: GateConfig, slot: Slot) -> PredictiveGate:
     features, hidden = STATISTICS * slot.channels, max(2, slot.channels // config.controller.reduction)
     controller = Controller(features, hidden, LEAK, bias=True) if config.controller.enabled else None
     policy = [Predictor(features, config.predictor.hidden), Standardise(features), controller]
+    is_first = "policy" not in slot.shared
     if config.exits:  # one for all: thresholds alone part the blocks
         policy = slot.shared.setdefault("policy", nn.ModuleList(policy))
     predictor, standardise, controller = policy
     gamma, opening = config.gamma, slot.opening()
     equation = config.measure, gamma.init, config.polarity, gamma.learnable, controller
-    return PredictiveGate(predictor, standardise, opening, *equation)
+    return PredictiveGate(predictor, standardise, is_first, opening, *equation)
