@@ -26,8 +26,8 @@ class Standardise(nn.Module):
         self.register_buffer("square", torch.ones(features))
         self.register_buffer("batches", torch.zeros(()))
 
-    def forward(self, seen: Tensor, learns: bool) -> Tensor:
-        if learns:
+    def forward(self, seen: Tensor, learns: bool = True) -> Tensor:
+        if self.training and learns:
             self._learn(seen)
         return (seen - self.mean) / self.deviation
 
@@ -101,7 +101,7 @@ class PredictiveGate(CosineGate):
         return self.gamma.detach().sign() * (predicted.detach() + offset)
 
     def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        seen = self.standardise(seen.to(self.predictor.w1.weight.dtype), self.training and self.is_first)
+        seen = self.standardise(seen.to(self.predictor.w1.weight.dtype), self.is_first)
         with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit
             predicted = self.predictor(seen)
             return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)
