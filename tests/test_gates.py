@@ -263,7 +263,7 @@ BAD = [
     (["gate=exit", "objective=predictive", "network=resnet18"], "gate.exits", "network.torchvision=null"),
     (["gate=exit", "objective=predictive", "gate.quantile.sharing=network"], "gate.exits", "gate.quantile.worth"),
     (["gate=exit", "objective=predictive", "network.blocks=[2,2,1]"], "gate.exits", "no block is left"),
-    (["+experiment=predictive_balanced", "gate.quantile.worth=[0,1,2,3]"], "gate.quantile.worth", "does not come back"),
+    (["+experiment=exit_balanced", "gate.quantile.worth=[0,1,2,3]"], "gate.quantile.worth", "does not come back"),
     (["gate=exit", "objective=predictive", "optimizer.decay_gates=false"], "objective.tau_target", "0.778"),
     (["objective.lambda_exit=-1"], "objective.lambda_exit", "at least 0"),
     (["objective.bounds=2"], "objective.bounds", "from 0 to 1"),
