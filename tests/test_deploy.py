@@ -25,6 +25,13 @@ from cosinegate.deploy.ways import compiled_form
 from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
 
+EXITS = (
+    "gate=exit",
+    "gate.quantile.sharing=network",
+    "gate.quantile.worth=[1,0,-1]",
+    "network.blocks=[1,1,4]",
+    "optimizer.decay_gates=false",
+)
 FORMS = [
     (),
     ("gate.first_blocks=true",),
@@ -38,6 +45,7 @@ FORMS = [
         "gate.gamma.init=-2.5",
         "gate.polarity=paper",
     ),
+    EXITS,
 ]
 
 
@@ -62,7 +70,8 @@ def trained(*overrides: str, rng: torch.Generator):
         network(images(64, rng) * 1.1 + 0.1)
     network.eval()
     if "gate.calibration=none" not in overrides:
-        calibrate(network, [0.5] * len(gated(network)), images(64, rng))
+        shares = [0.8, 0.5, 0.3] if "gate=exit" in overrides else [0.5] * len(gated(network))
+        calibrate(network, shares, images(64, rng))
     else:
         with torch.no_grad():
             logits = network(images(64, rng)).routing.logits
@@ -175,7 +184,7 @@ def small_exact():
 
 
 @pytest.mark.parametrize(
-    "overrides", [FORMS[0], FORMS[3], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:3])]
+    "overrides", [FORMS[0], FORMS[3], EXITS, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:3])]
 )
 def test_onnx_takes_every_route_and_any_batch(overrides, rng, tmp_path):
     """Exported from zeros; run on images whose routes differ within a batch: nothing is frozen by tracing."""
@@ -205,9 +214,10 @@ def _graph(path):
     return onnx.load(path).graph
 
 
+@pytest.mark.parametrize("overrides", [(), EXITS])
 @pytest.mark.parametrize("turn", [-torch.inf, torch.inf])
-def test_onnx_with_all_open_and_with_an_empty_selection(turn, rng, tmp_path):
-    network = trained(rng=rng)
+def test_onnx_with_all_open_and_with_an_empty_selection(turn, overrides, rng, tmp_path):
+    network = trained(*overrides, rng=rng)
     for block in network.blocks:
         if block.gate is not None:
             block.gate.opening.threshold.fill_(turn)
@@ -220,11 +230,12 @@ def test_onnx_with_all_open_and_with_an_empty_selection(turn, rng, tmp_path):
         np.testing.assert_allclose(scores, logits.numpy(), rtol=0, atol=1e-4)
 
 
-def test_only_the_taken_branch_runs(rng, tmp_path):
+@pytest.mark.parametrize("overrides", [("gate.predictor.look=stage",), EXITS])
+def test_only_the_taken_branch_runs(overrides, rng, tmp_path):
     """onnxruntime's own profile: a closed gate's convolutions do not appear."""
     import onnxruntime
 
-    network = trained("gate.predictor.look=stage", rng=rng)
+    network = trained(*overrides, rng=rng)
     counts = {}
     for turn in (-torch.inf, torch.inf):
         for block in network.blocks:

@@ -12,6 +12,8 @@ from test_full_path import softmax
 from cosinegate import gate_fit
 from cosinegate.build import build_module
 from cosinegate.calibration import calibrate
+from cosinegate.deploy.folded import folded
+from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.networks import Output, Routing
 from cosinegate.objective import Objective
 
@@ -91,31 +93,63 @@ def test_an_image_that_leaves_has_the_scores_of_its_exit_and_does_not_come_back(
     assert opened.mean(0).tolist() == pytest.approx(made.blocks[3].gate.opening.budget.shares(), abs=0.12)
 
 
-def test_one_policy_says_it_for_all_blocks(rng):
-    made, x = network(rng), images(8, rng)
-    logits = made.eval()(x).routing.logits
-    assert torch.equal(logits[:, 3], logits[:, 5])
-    assert [block.looks for block in made.blocks] == [False, False, False, True, False, False]
-    assert len({id(block.gate.controller) for block in made.blocks[3:]}) == 1
+def test_one_policy_looks_before_every_block_and_who_has_left_has_left(rng):
+    made, x = network(rng, *GRADED).eval(), images(200, rng)
+    gates = [made.blocks[place].gate for place in PLACES]
+    assert len({id(gate.controller) for gate in gates}) == len({id(gate.predictor) for gate in gates}) == 1
+    with torch.no_grad():
+        routing = made(x).routing
+        alone = [gates[0].decide((statistics(made, place, x), torch.zeros(200, dtype=torch.bool))) for place in PLACES]
+    stays = torch.ones(200, dtype=torch.bool)
+    for place, slow in zip(PLACES, alone, strict=True):
+        expected = torch.where(stays, slow.logit, -math.inf)
+        torch.testing.assert_close(routing.logits[:, place], expected, rtol=1e-4, atol=1e-4)
+        stays = stays & (slow.logit > made.blocks[place].gate.turn)
+        assert torch.equal(routing.gates[:, place].bool(), stays)
+    falling = copy.deepcopy(made)  # an image that has left would pass these, were it asked again
+    for place, turn in zip(PLACES, (alone[0].logit.median().item(), -1e9, -1e9), strict=True):
+        falling.blocks[place].gate.opening.threshold.fill_(turn)
+    opened = falling(x).routing.gates[:, PLACES]
+    assert opened.sum(0).tolist() == [100, 100, 100]
+    assert torch.equal(SkippingNetwork(folded(falling), micro_batch=16)(x).argmax(1), falling(x).logits.argmax(1))
+
+
+def test_training_lets_nobody_go_whatever_the_thresholds(rng):
+    made, x = network(rng, *GRADED).train(), images(16, rng)
+    for place in PLACES:
+        made.blocks[place].gate.opening.threshold.fill_(math.inf)
+    output = made(x)
+    assert output.routing.gates.min() == 1
+    assert output.routing.logits[:, PLACES].isfinite().all()
+
+
+def statistics(network, place: int, x: torch.Tensor) -> torch.Tensor:
+    """Of what a block is given that no image has left before."""
+    y = network.stem(x)
+    for block in network.blocks[:place]:
+        y = torch.relu(block.shortcut(y) + block.residual(y))
+    return torch.cat((y.mean((2, 3)), y.std((2, 3), correction=0), y.amax((2, 3))), dim=1)
 
 
 def test_the_policy_is_fitted_to_how_much_leaving_changes_the_prediction(rng, monkeypatch):
     monkeypatch.setattr(gate_fit, "PASSES", 1500)
     made, x = network(rng, *GRADED), images(16, rng)
     made.eval()
+    nobody = torch.zeros(16, dtype=torch.bool)
     with torch.no_grad():
         whole = at_exit(made, 6, x).log_softmax(1)
         changes = [
             F.kl_div(at_exit(made, p, x).log_softmax(1), whole, reduction="none", log_target=True) for p in PLACES
         ]
-        wanted = torch.stack([(change.sum(1) + 1e-3).log() for change in changes]).mean(0)
+        wanted = torch.stack([(change.sum(1) + 1e-3).log() for change in changes])
     before = copy.deepcopy(made.state_dict())
     gate_fit.fit(made, PLACES, x, torch.zeros(16, dtype=torch.long))
     changed = {name for name, value in made.state_dict().items() if not torch.equal(value, before[name])}
     assert changed
     assert all(".gate.controller." in name for name in changed)
-    found = made(x).routing.logits[:, 3] / made.blocks[3].gate.gamma.abs()
-    assert ((found - wanted).square().mean() / wanted.var()).item() < 0.1  # 16 images are learned by heart
+    gate = made.blocks[3].gate
+    found = torch.stack([gate.decide((statistics(made, p, x), nobody)).logit for p in PLACES]) / gate.gamma.abs()
+    assert ((found - wanted).square().mean() / wanted.var()).item() < 0.1  # 48 maps are learned by heart
 
 
 def test_budgets_move_thresholds_and_leave_the_order(rng):

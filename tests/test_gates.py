@@ -259,7 +259,7 @@ BAD = [
     (["gate=aig", "gate.calibration=quantile", "gate.quantile.credit=cost"], "gate.quantile.credit", "predicted"),
     (["gate=aig", "gate.exits=true"], "gate.exits", "gate.signal=predicted"),
     (["gate=exit", "objective=predictive", "objective.lambda_full=1"], "gate.exits", "objective.lambda_full=0"),
-    (["gate=exit", "objective=predictive", "gate.predictor.look=block"], "gate.exits", "gate.predictor.look=stage"),
+    (["gate=exit", "objective=predictive", "gate.predictor.look=stage"], "gate.exits", "gate.predictor.look=block"),
     (["gate=exit", "objective=predictive", "network=resnet18"], "gate.exits", "network.torchvision=null"),
     (["gate=exit", "objective=predictive", "gate.quantile.sharing=network"], "gate.exits", "gate.quantile.worth"),
     (["gate=exit", "objective=predictive", "network.blocks=[2,2,1]"], "gate.exits", "no block is left"),

@@ -192,7 +192,7 @@ def _check_exits(config: DictConfig) -> None:
     needed = {
         "gate.signal=predicted": gate.kind is GateKind.cosine and gate.signal is Signal.predicted,
         "gate.calibration=quantile": gate.calibration is Calibration.quantile,
-        "gate.predictor.look=stage": gate.predictor.look is Look.stage,
+        "gate.predictor.look=block": gate.predictor.look is Look.block,
         "gate.quantile.credit=change": gate.quantile.credit is Credit.change,
         "gate.quantile.fit above 0": gate.quantile.fit > 0,
         "gate.gamma.learnable=false": not gate.gamma.learnable,

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cosinegate import geometry
 from cosinegate.calibration import CHUNK, RECENT
 from cosinegate.choices import Credit
 from cosinegate.gates.predictive import PredictiveGate
@@ -31,20 +32,19 @@ def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> N
 
 @torch.no_grad()
 def _at_exits(network: ResNet, places: list[int], images: Tensor) -> tuple[Tensor, Tensor]:
-    """What the policy sees of the images, and what it is to say: how much leaving would change their prediction, the
-    mean over the exits before these blocks."""
+    """What the policy sees of the images before each of these blocks, and what it is to say there: how much leaving
+    would change their prediction."""
     shown, wanted = [], []
     for part in images.split(CHUNK):
-        x, seen, exits = network.stem(part), network.begin(part), []
+        x, exits = network.stem(part), []
         for place, block in enumerate(network.blocks):
-            seen = block.look(x, seen)
             if place in places:
+                shown.append(geometry.pooled_statistics(x))
                 exits.append(network.classify(x).float().log_softmax(1))
             x = block.route(x, torch.ones(len(x), device=x.device))
         whole = network.classify(x).float().log_softmax(1)
         changes = [F.kl_div(early, whole, reduction="none", log_target=True).sum(1) for early in exits]
-        wanted.append(learned(torch.stack(changes), Credit.change).mean(0).to(seen.dtype))
-        shown.append(seen)
+        wanted += [learned(change, Credit.change).to(x.dtype) for change in changes]
     return torch.cat(shown), torch.cat(wanted)
 
 

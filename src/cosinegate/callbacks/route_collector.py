@@ -44,5 +44,6 @@ class RouteCollector(L.Callback):
             return
         gamma = np.array([gate.gamma.item() if gate else np.nan for gate in gates])
         turn = np.array([gate.turn if gate else np.nan for gate in gates])
-        offset = (logits / gamma - cir).mean(0)  # c(x) of ℓ = γ·(CIR + c(x))
+        logits = np.ma.masked_invalid(logits)  # of those that had not left
+        offset = (logits / gamma - cir).mean(0).filled(np.nan)  # c(x) of ℓ = γ·(CIR + c(x))
         self.routes = Routes(index, label, predicted, computed, cir, turn / gamma - offset)

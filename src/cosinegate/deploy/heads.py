@@ -4,6 +4,7 @@ They are apart, for an eye may look for the heads of later blocks too. Both can 
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from cosinegate.gates import LEAK, Gate, PredictiveGate, Seen
 from cosinegate.gates.aig import AigGate
 from cosinegate.gates.attention import AttentionGate, ChannelAttention
 from cosinegate.gates.controller_only import ControllerGate
+from cosinegate.gates.exit import ExitGate
 from cosinegate.gates.random import RandomGate, fingerprint, uniform
 from cosinegate.gates.skipnet import SkipNetGate
 from cosinegate.gates.skipnet_recurrent import Cell, RecurrentGate
@@ -43,15 +45,24 @@ class Statistics(Eye):
         return geometry.pooled_statistics(x)
 
 
-class Scored(Eye):
-    """The score of a channel's statistics, which several heads compare with thresholds of their own."""
+class ExitEye(Eye):
+    """The score of a channel's statistics; that of an image which has left is minus infinity, as no block is open to
+    it. It has left if what the eye before saw lay below `past`, the threshold there.
+    """
+
+    carries = True
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
         self.layers = GateHead(features, hidden)
+        self.register_buffer("past", torch.tensor(-math.inf))
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        return self.layers.score(geometry.pooled_statistics(x))
+    def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        return self.scored(geometry.pooled_statistics(x), seen)
+
+    def scored(self, statistics: Tensor, seen: Tensor | None) -> Tensor:
+        score = self.layers.score(statistics)
+        return score if seen is None else torch.where(seen > self.past, score, -math.inf)
 
     def described(self) -> dict[str, Any]:
         return super().described() | {"features": self.layers.w1.in_features, "hidden": self.layers.w1.out_features}
@@ -199,7 +210,7 @@ class FingerprintHead(Head):
 
 KINDS = {
     Statistics: "statistics",
-    Scored: "scored",
+    ExitEye: "exit",
     Mean: "mean",
     Whole: "whole",
     Memory: "memory",
@@ -241,10 +252,15 @@ def _predictive(gate: PredictiveGate) -> tuple[Eye, Head]:
     head.w1.bias.copy_(torch.cat([part.w1.bias for part in parts]) - head.w1.weight @ mean)
     head.w2.weight.copy_(gate.gamma * torch.cat([part.w2.weight for part in parts], dim=1))
     head.w2.bias.copy_(gate.gamma * sum(part.w2.bias for part in parts))
-    if not gate.leaves:
-        return Statistics(), head
-    eye = Scored(head.w1.in_features, head.w1.out_features)
+    return Statistics(), head
+
+
+def _exit(gate: ExitGate) -> tuple[Eye, Head]:
+    [before], (_, head) = gate.before, _predictive(gate)
+    eye = ExitEye(head.w1.in_features, head.w1.out_features)
     eye.layers = head
+    if before is not None:
+        eye.past.fill_(before.turn)
     return eye, TurnHead()
 
 
@@ -292,6 +308,7 @@ def _random(gate: RandomGate) -> tuple[Eye, Head]:
 
 FORMS: dict[type[Gate], Callable[[Any], tuple[Eye, Head]]] = {
     PredictiveGate: _predictive,
+    ExitGate: _exit,
     ControllerGate: _controller,
     AigGate: _aig,
     AttentionGate: _attention,

@@ -1,7 +1,9 @@
 """The deployed network as ONNX, with its routes left open: nothing of a route is fixed by tracing.
 
 `branch` takes one image: an If for every gate, of which only the taken branch runs. `batch` takes any number of images:
-NonZero, Gather and Scatter select the open ones. `dense` is the same network without its gates.
+NonZero, Gather and Scatter select the open ones. `dense` is the same network without its gates. Where images leave the
+last stage, the Ifs lie in one another, and a batch gets smaller from block to block: of an image that has left nothing
+is looked at or moved again.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
-from cosinegate.deploy.heads import Eye, Mean, Scored, Statistics
+from cosinegate.deploy.heads import ExitEye, Eye, Mean, Statistics
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
 from cosinegate.gates import Seen
@@ -38,8 +40,9 @@ class OnnxForm(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         x, seen = torch.relu(self.network.stem(images)), self.network.begin(images)
-        gates = []
-        for block in self.network.blocks:
+        blocks, gates = self.network.blocks, []
+        exits = next((place for place, block in enumerate(blocks) if isinstance(block.eye, ExitEye)), len(blocks))
+        for block in blocks[:exits]:
             if block.eye is not None:
                 seen = look(block.eye, x, seen)
             if block.removed:
@@ -50,10 +53,17 @@ class OnnxForm(nn.Module):
                 is_open = block.head(seen)
                 gates.append(is_open)
                 x = self.route(block, is_open, x)
-        scores = self.network.head(x.mean((2, 3)))
+        pooled, left = self.leave(list(blocks[exits:]), x)
+        scores = self.network.head(pooled)
+        gates += [left] if any(block.head is not None for block in blocks[exits:]) else []
         return (scores, torch.cat(gates, dim=1)) if gates else (scores,)
 
     def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over the map (B, C) with which each image leaves, and which of the gates of these blocks, of which
+        each has its exit before it, were open to it (B, G)."""
         raise NotImplementedError
 
 
@@ -61,11 +71,43 @@ class BranchForm(OnnxForm):
     def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
         return torch.cond(is_open.reshape([]), block.full, lambda x: block.identity(x).clone(), (x,))
 
+    def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
+        block, number = next(iter(blocks), None), sum(block.head is not None for block in blocks)
+        if block is None:
+            return x.mean((2, 3)), x.new_zeros(1, 0, dtype=torch.bool)
+        if block.removed:
+            return self.leave(blocks[1:], x)
+        if block.head is None:
+            return self.leave(blocks[1:], block.full(x))
+
+        def stay(x: Tensor) -> tuple[Tensor, Tensor]:
+            pooled, gates = self.leave(blocks[1:], block.full(x))
+            return pooled, torch.cat((gates.new_ones(1, 1), gates), dim=1)
+
+        def go(x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.mean((2, 3)), x.new_zeros(1, number, dtype=torch.bool)
+
+        return torch.cond(block.head(look(block.eye, x, None)).reshape([]), stay, go, (x,))
+
 
 class BatchForm(OnnxForm):
     def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
         computed = is_open.squeeze(1).nonzero().squeeze(1)
         return block.identity(x).index_copy(0, computed, block.full(x[computed]))
+
+    def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
+        pooled, gates = x.mean((2, 3)), [x.new_zeros(x.shape[0], 0, dtype=torch.bool)]
+        nobody = torch.zeros_like(pooled[:, :1], dtype=torch.bool)
+        here = torch.ones_like(nobody).nonzero()[:, 0]  # which images the maps in x are of
+        for block in blocks:
+            if block.head is not None:
+                stays = block.head(look(block.eye, x, None)).squeeze(1).nonzero().squeeze(1)
+                x, here = x[stays], here[stays]
+                gates.append(nobody.index_fill(0, here, True))
+            if not block.removed:
+                x = block.full(x)
+                pooled = pooled.index_copy(0, here, x.mean((2, 3)))
+        return pooled, torch.cat(gates, dim=1)
 
 
 def as_convolution(pad: PadShortcut, channels: int) -> nn.Conv2d:
@@ -86,8 +128,8 @@ def look(eye: Eye, x: Tensor, seen: Seen) -> Seen:
     """What the eye sees, by those reductions."""
     if isinstance(eye, Statistics):
         return _statistics(x)
-    if isinstance(eye, Scored):
-        return eye.layers.score(_statistics(x))
+    if isinstance(eye, ExitEye):
+        return eye.scored(_statistics(x), seen)
     return x.mean((2, 3)) if isinstance(eye, Mean) else eye(x, seen)
 
 
@@ -118,17 +160,20 @@ def keep_weights_in_branches(model: onnx.ModelProto) -> onnx.ModelProto:
     """Moves what only a branch uses into it. onnxruntime lays out a convolution for speed only where its weights are
     constants of the same graph. With every gate open it took 1.16 of the dense network's time so, and 1.46 before.
     """
-    graph = model.graph
+    weights = {weight.name: weight for weight in model.graph.initializer}
+    del model.graph.initializer[:]
+    _settle(model.graph, weights)
+    return model
+
+
+def _settle(graph: onnx.GraphProto, weights: dict[str, onnx.TensorProto]) -> None:
+    """Gives each graph, and the branches in it, those of the weights that its own nodes use."""
     used = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
-    weights = {weight.name: weight for weight in graph.initializer if weight.name not in used}
+    graph.initializer.extend(weight for name, weight in weights.items() if name in used)
+    others = {name: weight for name, weight in weights.items() if name not in used}
     for node in graph.node:
         for branch in (attribute.g for attribute in node.attribute if attribute.HasField("g")):
-            wanted = dict.fromkeys(name for inner in branch.node for name in inner.input if name in weights)
-            branch.initializer.extend(weights[name] for name in wanted)
-    kept = [weight for weight in graph.initializer if weight.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
-    return model
+            _settle(branch, others)
 
 
 def session(path: Path, threads: int, profile: Path | None = None) -> onnxruntime.InferenceSession:

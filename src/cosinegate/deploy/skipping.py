@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
+from cosinegate.deploy.heads import ExitEye, Eye
 from cosinegate.gates import Seen
 
 MICRO_BATCH = 32
@@ -134,6 +135,16 @@ def _like_rows(rows: Tensor, like: Tensor) -> Tensor:
     return rows.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
 
+def _look(eye: Eye, x: Tensor, seen: Seen) -> Seen:
+    """What the eye sees; an exit's looks at those alone that have not left, which stand first."""
+    if not isinstance(eye, ExitEye) or seen is None:
+        return eye(x, seen)
+    number, score = int((seen > eye.past).sum()), torch.full_like(seen, -torch.inf)
+    if number > 0:
+        score[:number] = eye(x[:number], None)
+    return score
+
+
 def _looks_back(later: Iterable[FoldedBlock]) -> bool:
     """Whether what was seen so far is looked at again: by the next block that has an eye or a head."""
     block = next((block for block in later if block.eye is not None or block.head is not None), None)
@@ -170,7 +181,7 @@ class SkippingNetwork:
         places = Places()
         for place, block in enumerate(self.blocks):
             if block.block.eye is not None:
-                seen = block.block.eye(x, seen)
+                seen = _look(block.block.eye, x, seen)
             x = block(x, seen, places, gates[:, place])
             if self.looked_back[place]:
                 seen = places.follow(seen)

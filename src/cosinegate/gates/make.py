@@ -8,7 +8,8 @@ from torch import nn
 from cosinegate.calibration import Budget, Quantile
 from cosinegate.choices import Calibration, GateKind, Signal
 from cosinegate.errors import UserError
-from cosinegate.gates import aig, attention, constant, controller_only, cosine, drop, fixed, predictive, random, skipnet
+from cosinegate.gates import aig, attention, constant, controller_only, cosine, drop, exit, fixed, predictive, random
+from cosinegate.gates import skipnet
 from cosinegate.gates import skipnet_recurrent as recurrent
 from cosinegate.gates.gate import Gate, Slot
 from cosinegate.relaxation import Relaxation
@@ -64,7 +65,9 @@ class GateMaker:
         """
         if not next(self.gated) or self.config.kind is GateKind.none:
             return None
-        make = predictive.make if is_predicted(self.config) else MAKERS[self.config.kind]
+        make = MAKERS[self.config.kind]
+        if is_predicted(self.config):
+            make = exit.make if self.config.exits else predictive.make
         place = self.made
         self.made += 1
         with torch.random.fork_rng(devices=[]):

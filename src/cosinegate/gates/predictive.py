@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate import geometry
+from cosinegate.choices import Measure, Polarity
 from cosinegate.gates.cosine import Controller, CosineGate
 from cosinegate.gates.decision import Decision
 from cosinegate.gates.gate import Seen, Slot
@@ -26,8 +27,8 @@ class Standardise(nn.Module):
         self.register_buffer("square", torch.ones(features))
         self.register_buffer("batches", torch.zeros(()))
 
-    def forward(self, seen: Tensor, learns: bool = True) -> Tensor:
-        if self.training and learns:
+    def forward(self, seen: Tensor) -> Tensor:
+        if self.training:
             self._learn(seen)
         return (seen - self.mean) / self.deviation
 
@@ -67,10 +68,11 @@ class PredictiveGate(CosineGate):
 
     decides_first = True
 
-    def __init__(self, predictor: Predictor, standardise: Standardise, is_first: bool, *arguments) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, predictor: Predictor, standardise: Standardise, controller: Controller | None, *equation
+    ) -> None:
+        super().__init__(*equation, controller)
         self.predictor, self.standardise = predictor, standardise
-        self.is_first = is_first  # of those that share these: moments are learned from a batch once
         self.by_exact = False  # in training only, until the switch-over epoch: decide by the exact measure
 
     def look(self, x: Tensor, seen: Seen) -> Tensor:
@@ -101,20 +103,23 @@ class PredictiveGate(CosineGate):
         return self.gamma.detach().sign() * (predicted.detach() + offset)
 
     def _look(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        seen = self.standardise(seen.to(self.predictor.w1.weight.dtype), self.is_first)
+        seen = self.standardise(seen.to(self.predictor.w1.weight.dtype))
         with torch.autocast(seen.device.type, enabled=False):  # a route is a comparison: it deserves every digit
             predicted = self.predictor(seen)
             return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)
 
 
-def make(config: GateConfig, slot: Slot) -> PredictiveGate:
-    features, hidden = STATISTICS * slot.channels, max(2, slot.channels // config.controller.reduction)
+def policy(config: GateConfig, channels: int) -> tuple[Predictor, Standardise, Controller | None]:
+    """What decides by the statistics of so many channels."""
+    features, hidden = STATISTICS * channels, max(2, channels // config.controller.reduction)
     controller = Controller(features, hidden, LEAK, bias=True) if config.controller.enabled else None
-    policy = [Predictor(features, config.predictor.hidden), Standardise(features), controller]
-    is_first = "policy" not in slot.shared
-    if config.exits:  # one for all: thresholds alone part the blocks
-        policy = slot.shared.setdefault("policy", nn.ModuleList(policy))
-    predictor, standardise, controller = policy
-    gamma, opening = config.gamma, slot.opening()
-    equation = config.measure, gamma.init, config.polarity, gamma.learnable, controller
-    return PredictiveGate(predictor, standardise, is_first, opening, *equation)
+    return Predictor(features, config.predictor.hidden), Standardise(features), controller
+
+
+def equation(config: GateConfig, slot: Slot) -> tuple[nn.Module, Measure, float, Polarity, bool]:
+    """What it is compared with and multiplied by."""
+    return slot.opening(), config.measure, config.gamma.init, config.polarity, config.gamma.learnable
+
+
+def make(config: GateConfig, slot: Slot) -> PredictiveGate:
+    return PredictiveGate(*policy(config, slot.channels), *equation(config, slot))
