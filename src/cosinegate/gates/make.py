@@ -8,8 +8,19 @@ from torch import nn
 from cosinegate.calibration import Budget, Quantile
 from cosinegate.choices import Calibration, GateKind, Signal
 from cosinegate.errors import UserError
-from cosinegate.gates import aig, attention, constant, controller_only, cosine, drop, exit, fixed, predictive, random
-from cosinegate.gates import skipnet
+from cosinegate.gates import (
+    aig,
+    attention,
+    constant,
+    controller_only,
+    cosine,
+    drop,
+    exit,
+    fixed,
+    predictive,
+    random,
+    skipnet,
+)
 from cosinegate.gates import skipnet_recurrent as recurrent
 from cosinegate.gates.gate import Gate, Slot
 from cosinegate.relaxation import Relaxation
