@@ -25,13 +25,7 @@ from cosinegate.deploy.ways import compiled_form
 from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
 
-EXITS = (
-    "gate=exit",
-    "gate.quantile.sharing=network",
-    "gate.quantile.worth=[1,0,-1]",
-    "network.blocks=[1,1,4]",
-    "optimizer.decay_gates=false",
-)
+EXITS = ("gate=exit", "network.blocks=[1,1,4]", "optimizer.decay_gates=false")
 FORMS = [
     (),
     ("gate.first_blocks=true",),

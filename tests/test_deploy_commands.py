@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import shutil
 import statistics
 from pathlib import Path
@@ -274,19 +273,14 @@ def test_a_run_with_exits_is_searched_on_held_out_images_and_timed_against_as_ma
     chosen = config("+experiment=exit_balanced", "data=digits", *short, f"run_dir={tmp_path / 'run'}")
     train(chosen)
     run, untouched = chosen.run_dir, "measured_on=held_out"
-    worth = [3.0, 0.0, -1.0, -2.0]
-    ask("calibrate", f"run={run}", "budgets=[0.7,0.8]", f"worth={worth}", untouched, "threads=1")
+    ask("calibrate", f"run={run}", "budgets=[0.7,0.8]", untouched, "threads=1")
     assert not (Path(run) / "frontier.json").exists()  # which is of the test set
     found = json.loads((Path(run) / "frontier_held_out.json").read_text())
-    assert (found["measured_on"], found["images"], found["worth"]) == ("held_out", 200, worth)
+    assert (found["measured_on"], found["images"]) == ("held_out", 200)
     for point in found["points"]:
         assert point["counted"] == pytest.approx(point["budget"], abs=0.01)  # the images that it was calibrated on
         assert point["paths"] <= 5  # from block to block images leave, and none comes back
         assert point["open"] == sorted(point["open"], reverse=True)
-    wrongs = {"must be 4 numbers": worth[:3], "does not come back": worth[::-1], "finite": [math.nan] * 4}
-    for fragment, wrong in wrongs.items():
-        with pytest.raises(UserError, match=fragment):
-            ask("calibrate", f"run={run}", "budgets=[0.7]", f"worth={wrong}", untouched)
     few = ("batches=[1]", "images=16", "rounds=1", "threads=1", "compile=false")
     timed = ask("benchmark", f"run={run}", *few)
     trained = load_trained(run)
@@ -295,6 +289,5 @@ def test_a_run_with_exits_is_searched_on_held_out_images_and_timed_against_as_ma
     of_dense = dense_flops(dense, trained.data.image_set.shape)
     assert timed["executed"] == pytest.approx(forward_flops(trained.eager, images) / (16 * of_dense))
     aig = other(tmp_path / "aig", "aig", "per_block")
-    for wrong, fragment in (("worth=[1,0,0,0,0,0]", r"gate\.exits"), (untouched, "kept no images aside")):
-        with pytest.raises(UserError, match=fragment):
-            ask("calibrate", f"run={aig}", "budgets=[0.7]", wrong)
+    with pytest.raises(UserError, match="kept no images aside"):
+        ask("calibrate", f"run={aig}", "budgets=[0.7]", untouched)

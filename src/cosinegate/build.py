@@ -139,9 +139,6 @@ def _budget(config: DictConfig, gated: Tensor) -> Budget:
     if begin is not None and (len(begin) != gated.sum() or not all(0 <= share <= 1 for share in begin)):
         raise UserError(f"gate.quantile.begin = {begin}: must be {int(gated.sum())} shares from 0 to 1")
     bounds, exits = (quantile.low, quantile.high), config.gate.exits
-    if exits and worth is not None and worth != sorted(worth, reverse=True):
-        needed = "must not grow from block to block with gate.exits: who has left does not come back"
-        raise UserError(f"gate.quantile.worth = {worth}: {needed}")
     budget = Budget(
         tau, costs[gated], free, quantile.sharing, quantile.credit, *bounds, worth, begin, quantile.fit > 0, exits
     )

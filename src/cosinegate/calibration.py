@@ -178,7 +178,8 @@ class Quantile(nn.Module):
             return Opened((logit > self.threshold).to(logit.dtype), self.threshold)
         share = self.budget.shares()[self.place]
         logits = _of_all_processes(logit.detach(), self.budget.share)
-        self.budget.remember(self.place, logits)
+        if not self.leaves:
+            self.budget.remember(self.place, logits)
         if share >= 1 or self.leaves:
             nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
             turn = logit.new_tensor(-math.inf) if share >= 1 else self.threshold

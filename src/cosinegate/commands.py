@@ -109,7 +109,6 @@ class CalibrateConfig:
     run: str = MISSING
     checkpoint: Checkpoint | None = None
     budgets: list[float] | None = None
-    worth: list[float] | None = None
     measured_on: MeasuredOn = MeasuredOn.test
     images: int | None = None
     root: str | None = None

@@ -199,7 +199,8 @@ def _check_exits(config: DictConfig) -> None:
         "objective.lambda_full=0": config.objective.lambda_full == 0,
         "network.torchvision=null": config.network.torchvision is None,
         "gate.quantile.begin=null": gate.quantile.begin is None,
-        "gate.quantile.worth": gate.quantile.sharing is Sharing.block or gate.quantile.worth is not None,
+        "gate.quantile.sharing=network": gate.quantile.sharing is Sharing.network,
+        "gate.quantile.worth=null": gate.quantile.worth is None,
     }
     lacking = [words for words, is_there in needed.items() if not is_there]
     if gate.exits and lacking:

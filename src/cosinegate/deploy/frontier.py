@@ -40,8 +40,6 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     on_test = asked.measured_on is MeasuredOn.test
     if not on_test and trained.config.data.validation is not Validation.holdout:
         raise UserError("measured_on = held_out: the run kept no images aside; train with data.validation=holdout")
-    if asked.worth is not None:
-        trained.share_out(list(asked.worth))
     least, most = trained.budgets()
     budgets = asked.budgets or [round(most - (most - least) * part * 0.15, 3) for part in range(6)]
     for budget in budgets:
@@ -87,7 +85,6 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
         "calibrated_on": f"{len(held_out)} {trained.held_out_words}",
         "measured_on": asked.measured_on.name,
         "images": len(images),
-        "worth": None if asked.worth is None else list(asked.worth),
         "points": points,
     }
     write_atomically(folder / f"{name}.json", json.dumps(found, indent=2) + "\n")

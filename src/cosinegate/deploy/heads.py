@@ -14,11 +14,11 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from cosinegate import geometry
 from cosinegate.errors import UserError
-from cosinegate.gates import LEAK, Gate, PredictiveGate, Seen
+from cosinegate.gates import LEAK, STATISTICS, Gate, PredictiveGate, Seen
 from cosinegate.gates.aig import AigGate
 from cosinegate.gates.attention import AttentionGate, ChannelAttention
 from cosinegate.gates.controller_only import ControllerGate
-from cosinegate.gates.exit import ExitGate
+from cosinegate.gates.exit import ExitGate, doubt
 from cosinegate.gates.random import RandomGate, fingerprint, uniform
 from cosinegate.gates.skipnet import SkipNetGate
 from cosinegate.gates.skipnet_recurrent import Cell, RecurrentGate
@@ -46,26 +46,29 @@ class Statistics(Eye):
 
 
 class ExitEye(Eye):
-    """The score of a channel's statistics; that of an image which has left is minus infinity, as no block is open to
-    it. It has left if what the eye before saw lay below `past`, the threshold there.
+    """The score of the channels' statistics and of the doubt about the class; that of an image which has left is minus
+    infinity, as no block is open to it. It has left if what the eye before saw lay below `past`, the threshold there.
     """
 
     carries = True
 
-    def __init__(self, features: int, hidden: int) -> None:
+    def __init__(self, channels: int, hidden: int, classes: int) -> None:
         super().__init__()
-        self.layers = GateHead(features, hidden)
+        self.classifier = nn.Linear(channels, classes)  # a copy of the network's
+        self.layers = GateHead(STATISTICS * channels + 1, hidden)
         self.register_buffer("past", torch.tensor(-math.inf))
 
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
         return self.scored(geometry.pooled_statistics(x), seen)
 
     def scored(self, statistics: Tensor, seen: Tensor | None) -> Tensor:
-        score = self.layers.score(statistics)
+        unsure = doubt(self.classifier(statistics[:, : self.classifier.in_features]))
+        score = self.layers.score(torch.cat((statistics, unsure), dim=1))
         return score if seen is None else torch.where(seen > self.past, score, -math.inf)
 
     def described(self) -> dict[str, Any]:
-        return super().described() | {"features": self.layers.w1.in_features, "hidden": self.layers.w1.out_features}
+        sizes = {"channels": self.classifier.in_features, "classes": self.classifier.out_features}
+        return super().described() | sizes | {"hidden": self.layers.w1.out_features}
 
 
 class Mean(Eye):
@@ -256,9 +259,9 @@ def _predictive(gate: PredictiveGate) -> tuple[Eye, Head]:
 
 
 def _exit(gate: ExitGate) -> tuple[Eye, Head]:
-    [before], (_, head) = gate.before, _predictive(gate)
-    eye = ExitEye(head.w1.in_features, head.w1.out_features)
-    eye.layers = head
+    [before], [classifier], (_, head) = gate.before, gate.classifier, _predictive(gate)
+    eye = ExitEye(classifier.in_features, head.w1.out_features, classifier.out_features)
+    eye.layers, eye.classifier = head, copy.deepcopy(classifier)
     if before is not None:
         eye.past.fill_(before.turn)
     return eye, TurnHead()

@@ -11,7 +11,7 @@ from torch import Tensor
 from cosinegate.build import build_network
 from cosinegate.calibration import Budget, Quantile, calibrate
 from cosinegate.choices import Checkpoint, Credit, Sharing, Validation
-from cosinegate.config import blocks_per_stage, is_number
+from cosinegate.config import blocks_per_stage
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
@@ -72,19 +72,6 @@ class Trained:
         reached = calibrate(self.eager, shares, images)
         self.folded = folded(self.eager, self.folded.size)
         return reached
-
-    def share_out(self, worth: list[float]) -> None:
-        """By another worth of each gated block than the one that it was trained with."""
-        known = self._plan.worth
-        if known is None or not self._plan.exits:
-            raise UserError(f"worth = {worth}: is for a run with gate.exits and a gate.quantile.worth of its own")
-        if not all(map(is_number, worth)):
-            raise UserError(f"worth = {worth}: must be finite numbers")
-        if len(worth) != len(known):
-            raise UserError(f"worth = {worth}: must be {len(known)} numbers, one for each gated block")
-        if worth != sorted(worth, reverse=True):
-            raise UserError(f"worth = {worth}: must not grow from block to block: who has left does not come back")
-        known.data.copy_(torch.tensor(worth))
 
     def check_budget(self, budget: float) -> None:
         if not all(gate.ranks for gate in self._gates):

@@ -7,38 +7,56 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.gates.gate import Seen, Slot
-from cosinegate.gates.predictive import PredictiveGate, equation, policy
+from cosinegate.gates.predictive import STATISTICS, PredictiveGate, equation, policy
 from cosinegate.schema import GateConfig
+
+SURE = 1e-4  # a doubt below which an image is as good as classified
+
+
+def doubt(scores: Tensor) -> Tensor:
+    """(B, 1): the logarithm of the surprise if the likeliest class were the right one, -log p."""
+    return ((scores - scores.amax(1, keepdim=True)).exp().sum(1, keepdim=True).log() + SURE).log()
 
 
 class ExitGate(PredictiveGate):
-    """The predictive gate, which all blocks share but for their thresholds. Who finds one closed has left, and no later
-    one is open to it: its map is what it was, and the classifier is the one of all.
+    """The predictive gate, which all blocks share but for their thresholds. It is shown how sure the classifier is too,
+    whose answer an image leaves with. Who finds one closed has left, and no later one is open to it.
     """
 
     def __init__(self, before: "ExitGate | None", *arguments) -> None:
         super().__init__(*arguments)
         self.before = (before,)  # the gate before it, of which it is no part
+        self.classifier: tuple[nn.Linear, ...] = ()  # nor of this, which the network shows it
 
     def look(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-        """The pooled statistics (B, 3C), and who has left (B,). Training lets nobody go."""
+        """What is seen of the map (B, 3C + 1), and who has left (B,). Training lets nobody go."""
         [before] = self.before
         stays = before is None or self.training
         left = torch.zeros(len(x), dtype=torch.bool, device=x.device) if stays else before.decide(seen).gate == 0
-        return geometry.pooled_statistics(x), left
+        return self.seen_of(x), left
+
+    @torch.no_grad()
+    def seen_of(self, x: Tensor) -> Tensor:
+        """The pooled statistics, and the doubt about the class."""
+        [head] = self.classifier
+        with torch.autocast(x.device.type, enabled=False):
+            statistics = geometry.pooled_statistics(x).to(head.weight.dtype)
+            return torch.cat((statistics, doubt(head(statistics[:, : head.in_features]))), dim=1)
 
     def price(self, seen: Tensor) -> Tensor:
-        """Of statistics alone, whoever has left."""
+        """Of what was seen alone, whoever has left."""
         return super().price((seen, torch.zeros(len(seen), dtype=torch.bool, device=seen.device)))
 
     def _look(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        statistics, left = seen
-        predicted, offset = super()._look(statistics)
+        shown, left = seen
+        predicted, offset = super()._look(shown)
         return predicted, offset.masked_fill(left, -math.inf * self.gamma.detach().sign().item())
 
 
 def make(config: GateConfig, slot: Slot) -> ExitGate:
-    parts = slot.shared.setdefault("policy", nn.ModuleList(policy(config, slot.channels)))
+    parts = slot.shared.setdefault(
+        "policy", nn.ModuleList(policy(config, slot.channels, STATISTICS * slot.channels + 1))
+    )
     gate = ExitGate(slot.shared.get("before"), *parts, *equation(config, slot))
     slot.shared["before"] = gate
     return gate

@@ -109,9 +109,9 @@ class PredictiveGate(CosineGate):
             return predicted, torch.zeros_like(predicted) if self.controller is None else self.controller(seen)
 
 
-def policy(config: GateConfig, channels: int) -> tuple[Predictor, Standardise, Controller | None]:
-    """What decides by the statistics of so many channels."""
-    features, hidden = STATISTICS * channels, max(2, channels // config.controller.reduction)
+def policy(config: GateConfig, channels: int, features: int) -> tuple[Predictor, Standardise, Controller | None]:
+    """What decides by so many features of a map of so many channels."""
+    hidden = max(2, channels // config.controller.reduction)
     controller = Controller(features, hidden, LEAK, bias=True) if config.controller.enabled else None
     return Predictor(features, config.predictor.hidden), Standardise(features), controller
 
@@ -122,4 +122,4 @@ def equation(config: GateConfig, slot: Slot) -> tuple[nn.Module, Measure, float,
 
 
 def make(config: GateConfig, slot: Slot) -> PredictiveGate:
-    return PredictiveGate(*policy(config, slot.channels), *equation(config, slot))
+    return PredictiveGate(*policy(config, slot.channels, STATISTICS * slot.channels), *equation(config, slot))

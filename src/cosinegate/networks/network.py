@@ -43,6 +43,9 @@ class GatedNetwork(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.detach_target = detach_target  # of the consistency term
         self.head = head
+        for block in blocks:
+            if block.leaves:
+                block.gate.classifier = (head,)
 
     def begin(self, images: Tensor) -> Seen:
         """What the gates know before the first block."""
