@@ -270,7 +270,7 @@ def test_a_run_with_exits_is_searched_on_held_out_images_and_timed_against_as_ma
 ):
     short = ["threads=1", "trainer.max_epochs=2", "trainer.limit_train_batches=6", "callbacks.curves=null"]
     short += ["network.width=4", "objective.start_epoch=1", "data.validation=holdout", "data.holdout=200"]
-    chosen = config("+experiment=exit_balanced", "data=digits", *short, f"run_dir={tmp_path / 'run'}")
+    chosen = config("+experiment=predictive_balanced", "data=digits", *short, f"run_dir={tmp_path / 'run'}")
     train(chosen)
     run, untouched = chosen.run_dir, "measured_on=held_out"
     ask("calibrate", f"run={run}", "budgets=[0.7,0.8]", untouched, "threads=1")

@@ -267,7 +267,7 @@ BAD = [
         "gate.quantile.sharing=network",
     ),
     (["gate=exit", "objective=predictive", "network.blocks=[2,2,1]"], "gate.exits", "no block is left"),
-    (["+experiment=exit_balanced", "gate.quantile.worth=[3,2,1,0]"], "gate.exits", "gate.quantile.worth=null"),
+    (["+experiment=predictive_balanced", "gate.quantile.worth=[3,2,1,0]"], "gate.exits", "gate.quantile.worth=null"),
     (["gate=exit", "objective=predictive", "optimizer.decay_gates=false"], "objective.tau_target", "0.778"),
     (["objective.lambda_exit=-1"], "objective.lambda_exit", "at least 0"),
     (["objective.bounds=2"], "objective.bounds", "from 0 to 1"),
