@@ -282,6 +282,10 @@ def test_weights_and_card_rebuild_the_network(overrides, rng, tmp_path):
         rebuilt(described(network) | {"width": 3}, tmp_path / "weights.safetensors")
     with pytest.raises(UserError, match="this program reads"):
         rebuilt(described(network) | {"format": 99}, tmp_path / "weights.safetensors")
+    if overrides == EXITS:
+        older = json.loads(json.dumps(described(network)).replace('"exit"', '"scored"'))
+        with pytest.raises(UserError, match="another version: scored is none of"):
+            rebuilt(older | {"format": 3}, tmp_path / "weights.safetensors")
     (tmp_path / "card.json").write_text(json.dumps(card | {"files": {"weights.safetensors": "another"}}))
     with pytest.raises(UserError, match="missing or damaged"):
         read_exported(str(tmp_path))

@@ -284,6 +284,10 @@ def test_a_run_with_exits_is_searched_on_held_out_images_and_timed_against_as_ma
     few = ("batches=[1]", "images=16", "rounds=1", "threads=1", "compile=false")
     timed = ask("benchmark", f"run={run}", *few)
     trained = load_trained(run)
+    early = load_trained(run)
+    early.eager.blocks[-1].gate.opening.budget.seen.zero_()
+    with pytest.raises(UserError, match=r"budget = 0\.7: its exits were not fitted yet.*start_epoch = 1"):
+        early.check_budget(0.7)
     assert [block.conv1.out_channels for block in trained.dense().blocks] == [4] * 3 + [8] * 3 + [16] * 3
     images, dense = trained.data.whole_images("test", 16)[0], build_network(config("data=digits", "network.width=4"))
     of_dense = dense_flops(dense, trained.data.image_set.shape)

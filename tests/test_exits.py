@@ -12,7 +12,9 @@ from cosinegate import gate_fit
 from cosinegate.build import build_module
 from cosinegate.calibration import calibrate
 from cosinegate.deploy.folded import folded
+from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.specialise import settled, specialise
 from cosinegate.networks import Output, Routing
 from cosinegate.objective import Objective
 
@@ -100,15 +102,15 @@ def test_one_policy_looks_before_every_block_and_who_has_left_has_left(rng):
     assert len({id(gate.controller) for gate in gates}) == len({id(gate.predictor) for gate in gates}) == 1
     with torch.no_grad():
         routing = made(x).routing
-        alone = [gates[0].decide((seen(made, place, x), torch.zeros(200, dtype=torch.bool))) for place in PLACES]
+        alone = [gates[0].gamma * gates[0].price(seen(made, place, x)) for place in PLACES]
     stays = torch.ones(200, dtype=torch.bool)
     for place, slow in zip(PLACES, alone, strict=True):
-        expected = torch.where(stays, slow.logit, -math.inf)
+        expected = torch.where(stays, slow, -math.inf)
         torch.testing.assert_close(routing.logits[:, place], expected, rtol=1e-4, atol=1e-4)
-        stays = stays & (slow.logit > made.blocks[place].gate.turn)
+        stays = stays & (slow > made.blocks[place].gate.turn)
         assert torch.equal(routing.gates[:, place].bool(), stays)
     falling = copy.deepcopy(made)  # an image that has left would pass these, were it asked again
-    for place, turn in zip(PLACES, (alone[0].logit.sort().values[99:101].mean().item(), -1e9, -1e9), strict=True):
+    for place, turn in zip(PLACES, (alone[0].sort().values[99:101].mean().item(), -1e9, -1e9), strict=True):
         falling.blocks[place].gate.opening.threshold.fill_(turn)
     output = falling(x)
     assert output.routing.gates[:, PLACES].sum(0).tolist() == [100, 100, 100]
@@ -153,8 +155,7 @@ def test_the_policy_is_fitted_to_whether_the_class_would_change(rng, monkeypatch
     learned = {name for name in changed if "budget" not in name}
     assert learned
     assert all(".gate.controller." in name for name in learned)
-    gate, nobody = made.blocks[3].gate, torch.zeros(16, dtype=torch.bool)
-    logits = torch.stack([gate.decide((seen(made, place, x), nobody)).logit for place in PLACES])
+    logits = torch.stack([made.blocks[3].gate.price(seen(made, place, x)) for place in PLACES])
     assert torch.equal(logits > 0, flips)  # 48 maps are learned by heart
 
 
@@ -162,11 +163,11 @@ def test_one_price_parts_the_images_at_every_exit(rng):
     """The shares are those that a single threshold, the same at every exit, gives the images that were fitted to."""
     made, x = network(rng).eval(), images(256, rng)
     gate = made.blocks[3].gate
-    budget, nobody = gate.opening.budget, torch.zeros(256, dtype=torch.bool)
+    budget = gate.opening.budget
     budget.seen.zero_()
     gate_fit.fit(made, PLACES, x, torch.zeros(256, dtype=torch.long))
     with torch.no_grad():
-        logits = [gate.decide((seen(made, place, x), nobody)).logit for place in PLACES]
+        logits = [gate.price(seen(made, place, x)) for place in PLACES]
     for tau in (0.6, 0.75, 0.9):
         shares = budget.shares(tau, bounded=False)
         turn = sorted(torch.stack(logits).flatten().tolist())
@@ -179,6 +180,28 @@ def test_one_price_parts_the_images_at_every_exit(rng):
             slow.append(open_)
         nearest = min(slow, key=lambda found: abs(sum(found) - sum(shares)))
         assert shares == pytest.approx(nearest, abs=0.02)
+
+
+@pytest.mark.parametrize(("shares", "tolerance"), [([0.5, 0.5, 0.3], 0), ([0.97, 0.5, 0.3], 0.05), ([1, 1, 0.4], 0)])
+def test_exits_that_let_nobody_go_are_no_way_back_for_those_that_have_left(shares, tolerance, rng, tmp_path):
+    """A threshold of minus infinity, and a gate that is removed as good as open: all forms take the same routes."""
+    made, x = network(rng).eval(), images(200, rng)
+    calibrate(made, shares, x)
+    plain, changes = settled(folded(made)) if tolerance == 0 else specialise(folded(made), x, tolerance)
+    gone = [change["block"] for change in changes]
+    assert gone == {0.5: [], 0.97: [3], 1: [3, 4]}[shares[0]]
+    with torch.no_grad():
+        scores = plain(x)
+        if tolerance == 0:
+            torch.testing.assert_close(scores, made(x).logits, rtol=1e-4, atol=1e-3)
+    runtime = SkippingNetwork(plain, micro_batch=16)
+    torch.testing.assert_close(runtime(x), scores, rtol=1e-4, atol=1e-3)
+    left = [place for place in PLACES if place not in gone]
+    for form, batch in ((BranchForm, 1), (BatchForm, 200)):
+        write_onnx(form(plain), tmp_path / "form.onnx", (1, 8, 8), one_image=batch == 1)
+        found, gates = run_onnx(session(tmp_path / "form.onnx", 1), x.numpy(), batch)
+        torch.testing.assert_close(torch.from_numpy(found), scores, rtol=1e-4, atol=1e-3)
+        assert torch.equal(torch.from_numpy(gates), runtime.gates[:, left])
 
 
 def test_budgets_move_thresholds_and_leave_the_order(rng):

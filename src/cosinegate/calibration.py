@@ -144,9 +144,9 @@ class Budget(nn.Module):
 class Quantile(nn.Module):
     """Opens for the share of samples that the budget gives block `place`, those with the highest logits.
 
-    Training compares with the batch's own quantile, with Credit.slope straight-through around it. Evaluation compares
-    with `threshold`, which `calibrate` sets from whole images after every epoch: the checkpoint keeps it, and a
-    sample's route does not depend on its batch.
+    Training compares with the batch's own quantile, with Credit.slope straight-through around it; exits let nobody go
+    there. Evaluation compares with `threshold`, which `calibrate` sets from whole images after every epoch: the
+    checkpoint keeps it, and a sample's route does not depend on its batch.
     """
 
     def __init__(self, budget: Budget, place: int, temperature: float) -> None:
@@ -176,14 +176,14 @@ class Quantile(nn.Module):
     def forward(self, logit: Tensor) -> Opened:
         if not self.training:
             return Opened((logit > self.threshold).to(logit.dtype), self.threshold)
+        if self.leaves:
+            return Opened(1.0 + 0.0 * logit, self.threshold)  # DDP wants every parameter to have a gradient
         share = self.budget.shares()[self.place]
         logits = _of_all_processes(logit.detach(), self.budget.share)
-        if not self.leaves:
-            self.budget.remember(self.place, logits)
-        if share >= 1 or self.leaves:
+        self.budget.remember(self.place, logits)
+        if share >= 1:
             nothing = 0.0 * logit if self.budget.worth is None else 0.0 * (logit + self.budget.worth.sum())
-            turn = logit.new_tensor(-math.inf) if share >= 1 else self.threshold
-            return Opened(1.0 + nothing, turn)  # DDP wants every parameter to have a gradient
+            return Opened(1.0 + nothing, logit.new_tensor(-math.inf))
         turn = logit.new_tensor(turn_for(logits, share))
         ranked = torch.rand_like(logits) if self.budget.by_chance else logits
         z = _highest(ranked, share, self.budget.share).to(logit.dtype)  # exactly 0 or 1

@@ -187,7 +187,7 @@ def validate(config: DictConfig) -> None:
 
 
 def _check_exits(config: DictConfig) -> None:
-    """Ends with one line where gates could not tell which images may leave, or would not be ordered."""
+    """Ends with one line where gates could not tell which images may leave."""
     gate = config.gate
     needed = {
         "gate.signal=predicted": gate.kind is GateKind.cosine and gate.signal is Signal.predicted,

@@ -134,7 +134,10 @@ def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
         raise UserError(f"{path} was written by another version: it has no {missing[0]}")
     config.callbacks, config.logger = {}, {}  # a file's `_target_` is nothing to call
     try:
-        validate(config)
+        try:
+            validate(config)
+        except UserError as error:
+            raise UserError(f"changed, or written by another version: {error}") from error
         if convolution_weights(config.network) * SMALLEST_WEIGHT > path.stat().st_size:
             raise UserError(f"a file of {path.stat().st_size} bytes does not hold the network that it asks for")
         module = build_module(config)

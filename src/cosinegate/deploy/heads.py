@@ -230,6 +230,8 @@ KINDS = {
 def built(card: dict[str, Any]) -> nn.Module:
     """The eye or the head that was described."""
     kinds = {word: made for made, word in KINDS.items()}
+    if card["kind"] not in kinds:
+        raise UserError(f"a card of another version: {card['kind']} is none of {', '.join(kinds)}; export again")
     return kinds[card["kind"]](**{key: value for key, value in card.items() if key != "kind"})
 
 

@@ -53,9 +53,9 @@ class OnnxForm(nn.Module):
                 is_open = block.head(seen)
                 gates.append(is_open)
                 x = self.route(block, is_open, x)
-        pooled, left = self.leave(list(blocks[exits:]), x)
+        pooled, stayed = self.leave(list(blocks[exits:]), x)
         scores = self.network.head(pooled)
-        gates += [left] if any(block.head is not None for block in blocks[exits:]) else []
+        gates += [stayed] if any(block.head is not None for block in blocks[exits:]) else []
         return (scores, torch.cat(gates, dim=1)) if gates else (scores,)
 
     def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:

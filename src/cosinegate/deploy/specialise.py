@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cosinegate.deploy.folded import FoldedNetwork
+from cosinegate.deploy.heads import ExitEye
 from cosinegate.deploy.skipping import SkippingNetwork
 
 
@@ -31,16 +32,19 @@ def settled(network: FoldedNetwork) -> tuple[FoldedNetwork, list[dict[str, Any]]
 def _without_constant_gates(
     network: FoldedNetwork, shares: list[float], tolerance: float
 ) -> tuple[FoldedNetwork, list[dict[str, Any]]]:
-    made, changes = copy.deepcopy(network), []
+    made, changes, may_have_left = copy.deepcopy(network), [], False
     for place, (block, share) in enumerate(zip(made.blocks, shares, strict=True)):
         if block.head is None or block.removed:
             continue
+        is_exit = isinstance(block.eye, ExitEye)
         if share <= tolerance:
             block.removed, block.head = True, None
             changes.append({"block": place, "done": "removed", "otherwise": share})
-        elif share >= 1 - tolerance:
-            block.head = None
+        elif share >= 1 - tolerance and not may_have_left:
+            block.head, block.eye = None, None if is_exit else block.eye
             changes.append({"block": place, "done": "always computed", "otherwise": 1 - share})
+        else:  # an exit that lets nobody go is still closed to those that have left before
+            may_have_left = may_have_left or is_exit
     _stop_looking(made)
     return made, changes
 

@@ -77,6 +77,9 @@ class Trained:
         if not all(gate.ranks for gate in self._gates):
             kind = self.config.gate.kind.name
             raise UserError(f"budget = {budget}: gates of kind {kind} have no threshold that could be moved")
+        if self._plan.exits and self._plan.seen.min() == 0:
+            words = "its exits were not fitted yet, which begins with objective.start_epoch"
+            raise UserError(f"budget = {budget}: {words} = {self.config.objective.start_epoch:g}")
         least, most = self.budgets()
         if not least - ROUNDING <= budget <= most + ROUNDING:
             why = f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)} blocks have no gate"

@@ -16,8 +16,8 @@ from cosinegate.files import replacing
 from cosinegate.foreign import read_json
 from cosinegate.networks.block import PadShortcut
 
-FORMAT = 3
-READ = (1, 2, 3)  # in format 1 every gate was a predictive one
+FORMAT = 4
+READ = (1, 2, 3, 4)  # in format 1 every gate was a predictive one; exits are told as they are now from format 4 on
 
 
 def described(network: FoldedNetwork) -> dict[str, Any]:

@@ -28,12 +28,12 @@ class ExitGate(PredictiveGate):
         self.before = (before,)  # the gate before it, of which it is no part
         self.classifier: tuple[nn.Linear, ...] = ()  # nor of this, which the network shows it
 
-    def look(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-        """What is seen of the map (B, 3C + 1), and who has left (B,). Training lets nobody go."""
+    def look(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """ĉ and c of the map, and who has left; each (B,). Training lets nobody go."""
         [before] = self.before
         stays = before is None or self.training
         left = torch.zeros(len(x), dtype=torch.bool, device=x.device) if stays else before.decide(seen).gate == 0
-        return self.seen_of(x), left
+        return *super()._look(self.seen_of(x)), left
 
     @torch.no_grad()
     def seen_of(self, x: Tensor) -> Tensor:
@@ -44,19 +44,17 @@ class ExitGate(PredictiveGate):
             return torch.cat((statistics, doubt(head(statistics[:, : head.in_features]))), dim=1)
 
     def price(self, seen: Tensor) -> Tensor:
-        """Of what was seen alone, whoever has left."""
-        return super().price((seen, torch.zeros(len(seen), dtype=torch.bool, device=seen.device)))
+        """Of what was seen of maps (B, 3C + 1), whoever has left."""
+        return super().price((*super()._look(seen), torch.zeros(len(seen), dtype=torch.bool, device=seen.device)))
 
-    def _look(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        shown, left = seen
-        predicted, offset = super()._look(shown)
+    def _look(self, seen: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        predicted, offset, left = seen
         return predicted, offset.masked_fill(left, -math.inf * self.gamma.detach().sign().item())
 
 
 def make(config: GateConfig, slot: Slot) -> ExitGate:
-    parts = slot.shared.setdefault(
-        "policy", nn.ModuleList(policy(config, slot.channels, STATISTICS * slot.channels + 1))
-    )
-    gate = ExitGate(slot.shared.get("before"), *parts, *equation(config, slot))
+    if "policy" not in slot.shared:
+        slot.shared["policy"] = nn.ModuleList(policy(config, slot.channels, STATISTICS * slot.channels + 1))
+    gate = ExitGate(slot.shared.get("before"), *slot.shared["policy"], *equation(config, slot))
     slot.shared["before"] = gate
     return gate
