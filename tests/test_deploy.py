@@ -178,7 +178,7 @@ def small_exact():
 
 
 @pytest.mark.parametrize(
-    "overrides", [FORMS[0], FORMS[3], EXITS, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:3])]
+    "overrides", [FORMS[0], FORMS[3], *(pytest.param(form, marks=pytest.mark.slow) for form in (*FORMS[1:3], EXITS))]
 )
 def test_onnx_takes_every_route_and_any_batch(overrides, rng, tmp_path):
     """Exported from zeros; run on images whose routes differ within a batch: nothing is frozen by tracing."""
@@ -208,7 +208,7 @@ def _graph(path):
     return onnx.load(path).graph
 
 
-@pytest.mark.parametrize("overrides", [(), EXITS])
+@pytest.mark.parametrize("overrides", [(), pytest.param(EXITS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("turn", [-torch.inf, torch.inf])
 def test_onnx_with_all_open_and_with_an_empty_selection(turn, overrides, rng, tmp_path):
     network = trained(*overrides, rng=rng)
@@ -224,7 +224,7 @@ def test_onnx_with_all_open_and_with_an_empty_selection(turn, overrides, rng, tm
         np.testing.assert_allclose(scores, logits.numpy(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("overrides", [("gate.predictor.look=stage",), EXITS])
+@pytest.mark.parametrize("overrides", [("gate.predictor.look=stage",), pytest.param(EXITS, marks=pytest.mark.slow)])
 def test_only_the_taken_branch_runs(overrides, rng, tmp_path):
     """onnxruntime's own profile: a closed gate's convolutions do not appear."""
     import onnxruntime

@@ -24,7 +24,6 @@ KINDS = {
     "soft": ["+experiment=digits"],
     "hard": ["+experiment=digits", "gate.relaxation.hard=true", "objective.per_step=true", "objective.warmup_epochs=2"],
     "dense": ["+experiment=digits", "gate=none"],
-    "exits": ["+experiment=digits_predictive", "gate=exit", "network.blocks=[1,1,4]", "gate.quantile.fit=64"],
     "predictive": ["+experiment=digits_predictive", "objective.start_epoch=0", "gate.quantile.fit=64", *FULL],
 }
 POINTS = {"inside the first epoch": (0, 1), "at its last step": (0, 3), "inside a later epoch": (1, 2)}
