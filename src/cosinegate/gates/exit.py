@@ -31,8 +31,8 @@ class ExitGate(PredictiveGate):
     def look(self, x: Tensor, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
         """ĉ and c of the map, and who has left; each (B,). Training lets nobody go."""
         [before] = self.before
-        stays = before is None or self.training
-        left = torch.zeros(len(x), dtype=torch.bool, device=x.device) if stays else before.decide(seen).gate == 0
+        nobody = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        left = nobody if before is None else before.decide(seen).gate == 0
         return *super()._look(self.seen_of(x)), left
 
     @torch.no_grad()
