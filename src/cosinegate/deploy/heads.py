@@ -59,11 +59,11 @@ class ExitEye(Eye):
         self.register_buffer("past", torch.tensor(-math.inf))
 
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
-        return self.scored(geometry.pooled_statistics(x), seen)
+        return self.scored(geometry.pooled_statistics(x).chunk(STATISTICS, dim=1), seen)
 
-    def scored(self, statistics: Tensor, seen: Tensor | None) -> Tensor:
-        unsure = doubt(self.classifier(statistics[:, : self.classifier.in_features]))
-        score = self.layers.score(torch.cat((statistics, unsure), dim=1))
+    def scored(self, statistics: tuple[Tensor, ...], seen: Tensor | None) -> Tensor:
+        """Of the channels' means (B, C) first, and the other statistics."""
+        score = self.layers.score(torch.cat((*statistics, doubt(self.classifier(statistics[0]))), dim=1))
         return score if seen is None else torch.where(seen > self.past, score, -math.inf)
 
     def described(self) -> dict[str, Any]:

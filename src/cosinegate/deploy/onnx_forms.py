@@ -10,8 +10,9 @@ import contextlib
 import copy
 import io
 import logging
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -69,25 +70,29 @@ class OnnxForm(nn.Module):
 
 class BranchForm(OnnxForm):
     def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
-        return torch.cond(is_open.reshape([]), block.full, lambda x: block.identity(x).clone(), (x,))
+        return torch.cond(is_open.reshape([]), in_branch(block), lambda x: block.identity(x).clone(), (x,))
 
     def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
-        block, number = next(iter(blocks), None), sum(block.head is not None for block in blocks)
-        if block is None:
-            return x.mean((2, 3)), x.new_zeros(1, 0, dtype=torch.bool)
-        if block.removed:
-            return self.leave(blocks[1:], x)
-        if block.head is None:
-            return self.leave(blocks[1:], block.full(x))
+        number = sum(block.head is not None for block in blocks)
 
-        def stay(x: Tensor) -> tuple[Tensor, Tensor]:
-            pooled, gates = self.leave(blocks[1:], block.full(x))
-            return pooled, torch.cat((gates.new_ones(1, 1), gates), dim=1)
+        def go(x: Tensor, passed: int) -> tuple[Tensor, Tensor]:
+            opened = x.new_ones(1, passed, dtype=torch.bool), x.new_zeros(1, number - passed, dtype=torch.bool)
+            return x.mean((2, 3)), torch.cat(opened, dim=1)
 
-        def go(x: Tensor) -> tuple[Tensor, Tensor]:
-            return x.mean((2, 3)), x.new_zeros(1, number, dtype=torch.bool)
+        def onward(blocks: list[FoldedBlock], x: Tensor, passed: int) -> tuple[Tensor, Tensor]:
+            if not blocks:
+                return go(x, passed)
+            block, *later = blocks
+            if block.head is None:
+                return onward(later, x if block.removed else block.full(x), passed)
 
-        return torch.cond(block.head(look(block.eye, x, None)).reshape([]), stay, go, (x,))
+            def stay(x: Tensor) -> tuple[Tensor, Tensor]:
+                return onward(later, in_branch(block)(x), passed + 1)
+
+            is_open = block.head(look(block.eye, x, None))
+            return torch.cond(is_open.reshape([]), stay, lambda x: go(x, passed), (x,))
+
+        return onward(blocks, x, 0)
 
 
 class BatchForm(OnnxForm):
@@ -117,17 +122,24 @@ def as_convolution(pad: PadShortcut, channels: int) -> nn.Conv2d:
     return conv
 
 
-def _statistics(x: Tensor) -> Tensor:
-    """As `geometry.pooled_statistics`, with reductions that onnxruntime has kernels for."""
-    mean = x.mean((2, 3))
-    std = ((x * x).mean((2, 3)) - mean * mean).relu().sqrt()
-    return torch.cat((mean, std, x.amax((2, 3))), dim=1)
+def in_branch(block: FoldedBlock) -> Callable[[Tensor], Tensor]:
+    """F and what follows it, behind a pool of one pixel, which changes nothing: onnxruntime keeps its result in the
+    convolutions' layout, and so makes the addition and the ReLU a part of the second one, as it does outside branches.
+    """
+    return lambda x: block.full(nn.functional.max_pool2d(x, 1))
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `geometry.pooled_statistics`, in as few operators as can be: for one image each takes as long as any other."""
+    mean = x.mean((2, 3), keepdim=True)
+    std = torch.linalg.vector_norm(x - mean, dim=(2, 3)) / math.sqrt(x.shape[2] * x.shape[3])
+    return mean.flatten(1), std, x.amax((2, 3))
 
 
 def look(eye: Eye, x: Tensor, seen: Seen) -> Seen:
     """What the eye sees, by those reductions."""
     if isinstance(eye, Statistics):
-        return _statistics(x)
+        return torch.cat(_statistics(x), dim=1)
     if isinstance(eye, ExitEye):
         return eye.scored(_statistics(x), seen)
     return x.mean((2, 3)) if isinstance(eye, Mean) else eye(x, seen)

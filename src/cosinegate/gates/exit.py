@@ -15,7 +15,7 @@ SURE = 1e-4  # a doubt below which an image is as good as classified
 
 def doubt(scores: Tensor) -> Tensor:
     """(B, 1): the logarithm of the surprise if the likeliest class were the right one, -log p."""
-    return ((scores - scores.amax(1, keepdim=True)).exp().sum(1, keepdim=True).log() + SURE).log()
+    return (SURE - scores.log_softmax(1).amax(1, keepdim=True)).log()
 
 
 class ExitGate(PredictiveGate):
