@@ -1,12 +1,95 @@
-"""How the skipping runtime keeps open samples together, and what it does where convolutions are not fused."""
+"""The skipping runtime decides and computes what the trained network does, and F runs for open samples alone."""
 
 import pytest
 import torch
-from test_deploy import FORMS, eager, images, trained
+from conftest import config
+from deployed import FORMS, digits, eager, gated, images, trained
+from test_predictive import masked
 
+from cosinegate.build import build_network
 from cosinegate.deploy import skipping
-from cosinegate.deploy.folded import folded
+from cosinegate.deploy.folded import folded, without_gates
 from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.errors import UserError
+
+
+@pytest.mark.parametrize("overrides", FORMS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_runtime_decides_and_computes_what_the_network_does(overrides, workers, rng):
+    network = trained(*overrides, rng=rng)
+    x = images(100, rng)
+    logits, gates = eager(network, x)
+    assert 0 < gates[:, gated(network)].float().mean() < 1
+    assert len(torch.unique(gates, dim=0)) > 1
+    runtime = SkippingNetwork(folded(network), micro_batch=16, workers=workers)
+    for number in (100, 17, 16, 1, 0):
+        scores = runtime(x[:number])
+        assert torch.equal(runtime.gates, gates[:number])
+        torch.testing.assert_close(scores, logits[:number], rtol=0, atol=1e-4)
+        assert torch.equal(scores.argmax(1), logits[:number].argmax(1))
+    with torch.no_grad():
+        torch.testing.assert_close(folded(network)(x), logits, rtol=0, atol=1e-4)
+
+
+def test_the_runtime_is_the_masked_network_on_the_whole_test_set(rng):
+    network, x = trained("gate.first_blocks=true", rng=rng), digits("test")
+    with torch.no_grad():
+        scores, routes = masked(network, x)  # an image at a time, F for all, times 0 or 1
+    runtime = SkippingNetwork(folded(network))
+    assert len(x) == 359
+    torch.testing.assert_close(runtime(x), scores, rtol=0, atol=1e-4)
+    assert torch.equal(runtime.gates, routes.bool())
+    assert torch.equal(runtime(x).argmax(1), scores.argmax(1))
+    assert len(routes.unique(dim=0)) > 10
+
+
+def test_the_runtime_leaves_the_images_and_the_network_as_they_were(rng):
+    network = trained(rng=rng)
+    x = images(20, rng)
+    before, weights = x.clone(), {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    runtime = SkippingNetwork(folded(network))
+    first = runtime(x)
+    assert torch.equal(first, runtime(x))
+    assert torch.equal(x, before)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in network.state_dict().items())
+    torch.testing.assert_close(runtime(x.contiguous()), first)  # another layout
+
+
+@pytest.mark.parametrize("form", [lambda network: network, SkippingNetwork], ids=["folded", "skipping"])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 3, 8, 8), (1, 1, 8)])
+def test_images_of_another_shape_are_one_line(shape, form, rng):
+    runtime = form(folded(trained(rng=rng)))
+    with pytest.raises(UserError, match="must be \\(batch, 1, height, width\\)"):
+        runtime(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("form", [lambda network: network, SkippingNetwork], ids=["folded", "skipping"])
+def test_images_of_another_size_or_type_are_one_line(form, rng):
+    runtime = form(folded(trained(rng=rng), size=(8, 8)))
+    with pytest.raises(UserError, match="must be \\(batch, 1, 8, 8\\)"):
+        runtime(torch.zeros(2, 1, 9, 8))
+    with pytest.raises(UserError, match="must be normalised"):
+        runtime(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+
+
+def test_f_runs_for_open_samples_only(rng, monkeypatch):
+    network = trained(rng=rng)
+    runtime = SkippingNetwork(folded(network), micro_batch=32)
+    seen = {}
+    for place, block in enumerate(runtime.blocks):
+        plain = block.full
+        monkeypatch.setattr(
+            block, "full", lambda x, place=place, plain=plain: (seen.setdefault(place, []).append(len(x)), plain(x))[1]
+        )
+    runtime(images(32, rng))
+    for place in range(len(runtime.blocks)):
+        assert sum(seen.get(place, [])) == runtime.gates[:, place].sum()
+
+
+def test_gates_that_need_f_and_dense_networks_cannot_skip(rng):
+    with pytest.raises(UserError, match="gate=predictive"):
+        folded(build_network(config("+experiment=digits")))
+    assert all(block.head is None for block in without_gates(folded(trained(rng=rng))).blocks)
 
 
 @pytest.mark.parametrize("overrides", FORMS[1:3])

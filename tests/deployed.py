@@ -1,0 +1,68 @@
+"""Small networks to deploy: gates that route, BatchNorm statistics of their own, real images."""
+
+import functools
+
+import torch
+from conftest import config
+from test_predictive import small
+
+from cosinegate.calibration import calibrate
+from cosinegate.data.module import ImageData
+
+EXITS = ("gate=exit", "network.blocks=[1,1,4]", "optimizer.decay_gates=false")
+FORMS = [
+    (),
+    ("gate.first_blocks=true",),
+    ("gate.predictor.look=stage", "network.depth=20"),
+    ("network.shortcut=projection", "gate.first_blocks=true", "gate.predictor.look=stage"),
+    ("network.post_activation=false", "gate.first_blocks=true"),
+    (
+        "gate.controller.enabled=false",
+        "gate.calibration=none",
+        "gate.threshold=0.5",
+        "gate.gamma.init=-2.5",
+        "gate.polarity=paper",
+    ),
+    EXITS,
+]
+
+
+@functools.cache
+def digits(split: str) -> torch.Tensor:
+    data = ImageData(config("+experiment=digits").data, seed=0)
+    data.setup()
+    return data.whole_images(split)[0]
+
+
+def images(number: int, rng: torch.Generator) -> torch.Tensor:
+    """Real ones, drawn from the test set."""
+    drawn = digits("test")[torch.randint(len(digits("test")), (number,), generator=rng)]
+    return drawn.contiguous(memory_format=torch.channels_last)
+
+
+def trained(*overrides: str, rng: torch.Generator):
+    """A network with BatchNorm statistics that are not those it was born with, and gates that route."""
+    network = small(*overrides)
+    network.train()
+    for _ in range(3):
+        network(images(64, rng) * 1.1 + 0.1)
+    network.eval()
+    if "gate.calibration=none" not in overrides:
+        shares = [0.8, 0.5, 0.3] if "gate=exit" in overrides else [0.5] * len(gated(network))
+        calibrate(network, shares, images(64, rng))
+    else:
+        with torch.no_grad():
+            logits = network(images(64, rng)).routing.logits
+        for place in gated(network):
+            network.blocks[place].gate.opening.threshold = logits[:, place].median().sigmoid().item()
+    return network
+
+
+def eager(network, x):
+    with torch.no_grad():
+        output = network(x)
+    return output.logits, output.routing.gates.bool()
+
+
+def gated(network) -> list[int]:
+    return [i for i, block in enumerate(network.blocks) if block.gate is not None]
