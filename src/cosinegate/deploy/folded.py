@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from cosinegate import geometry
-from cosinegate.deploy.heads import Eye, Head, deployed
+from cosinegate.deploy.eyes import Eye
+from cosinegate.deploy.gates import deployed
+from cosinegate.deploy.heads import Head
 from cosinegate.errors import UserError
 from cosinegate.gates import Seen
 from cosinegate.networks import GatedNetwork, ResidualBlock

@@ -15,10 +15,10 @@ from cosinegate.deploy.skipping import SkippingNetwork
 
 KINDS = {  # of operators; those that are not here are "other"
     "convolutions": ("Conv", "FusedConv"),
-    "layout": ("ReorderInput", "ReorderOutput", "Transpose"),
+    "layout": ("ReorderInput", "ReorderOutput", "Transpose", "MaxPool"),
     "branches": ("If",),  # without what runs in them
     "selecting": ("NonZero", "Gather", "GatherND", "ScatterND", "ScatterElements"),
-    "statistics": ("ReduceMean", "ReduceMax", "GlobalAveragePool", "GlobalMaxPool", "AveragePool", "MaxPool"),
+    "statistics": ("ReduceMean", "ReduceMax", "ReduceL2", "GlobalAveragePool", "GlobalMaxPool", "AveragePool"),
     "matrix products": ("Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
 }
 TORCH_KINDS = {  # the same, by a part of the operators' names; the first that fits

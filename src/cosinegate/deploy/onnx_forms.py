@@ -21,8 +21,8 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from cosinegate.deploy.eyes import ExitEye, Eye, Mean, Statistics
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
-from cosinegate.deploy.heads import ExitEye, Eye, Mean, Statistics
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
 from cosinegate.gates import Seen

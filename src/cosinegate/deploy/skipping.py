@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate import geometry
+from cosinegate.deploy.eyes import ExitEye, Eye
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
-from cosinegate.deploy.heads import ExitEye, Eye
 from cosinegate.gates import Seen
 
 MICRO_BATCH = 32

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cosinegate.deploy.eyes import ExitEye
 from cosinegate.deploy.folded import FoldedNetwork
-from cosinegate.deploy.heads import ExitEye
 from cosinegate.deploy.skipping import SkippingNetwork
 
 

@@ -9,8 +9,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
+from cosinegate.deploy.eyes import Statistics
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
-from cosinegate.deploy.heads import GateHead, Statistics, built
+from cosinegate.deploy.gates import built
+from cosinegate.deploy.heads import GateHead
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
 from cosinegate.foreign import read_json
