@@ -88,6 +88,16 @@ def test_calibrated_gates_take_the_quantile_of_the_global_batch(tmp_path):
     assert read_metrics(one)[2]["gates/mean"] == pytest.approx(0.75, abs=0.06)
 
 
+@pytest.mark.slow
+def test_exits_are_the_same_in_two_processes(tmp_path):
+    exits = ["gate=exit", "network.blocks=[1,1,3]", "gate.quantile.fit=200", "objective.lambda_exit=0.1"]
+    exits += ["objective.tau_target=0.7", "objective.warmup_epochs=0", "objective.start_epoch=1"]
+    exact = ["trainer.precision=64-true", "trainer.max_epochs=2", "trainer.limit_train_batches=6"]
+    one, two = (trained(tmp_path / str(n), n, *exits, *exact, experiment="digits_predictive")[0] for n in (1, 2))
+    assert_same_curves(one, two, 1e-6)
+    assert 0 < read_metrics(one)[2]["gates/block_04"] < 1
+
+
 def test_every_gate_learns_in_two_processes_what_it_learns_in_one(tmp_path):
     places = [(0, 1), (0, 2), (1, 2)]
     commands = [started("tests/one_of_several.py", f"{rank}", f"{world}", str(tmp_path)) for rank, world in places]
