@@ -207,6 +207,9 @@ CASES = [  # the command line, what the line says, and the environment
     ("train network.torchvision=vgg16", "resnet18"),
     ("train gate=random gate.rate=1.5", "gate.rate = 1.5: must be above 0 and at most 1"),
     ("train gate=aig gate.start=1", "gate.start"),
+    ("train gate=aig gate.hidden=10000000000000", "gate.hidden"),
+    ("train gate=predictive network=resnet18", "gate.predictor.look=block"),
+    ("train gate=controller_only gate.controller.enabled=false", "gate.controller.enabled"),
     (f"{DIGITS} gate=fixed", "gate.pattern"),
     # what only the built objects can know
     (f"{DIGITS} trainer=gpu", "accelerator=gpu"),

@@ -84,7 +84,7 @@ RULES: list[Rule] = [
     ("gate.quantile.fit", lambda v: v >= 0, "0 or more"),
     ("gate.quantile.temperature", lambda v: v > 0, "above 0"),
     ("gate.start", lambda v: v is None or 0 < v < 1, "null or between 0 and 1, both excluded"),
-    ("gate.hidden", lambda v: v >= 1, "at least 1"),
+    ("gate.hidden", lambda v: 1 <= v <= 1024, "at least 1 and at most 1024"),
     ("gate.rate", lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("gate.pattern", lambda v: v is None or set(v) <= {0, 1}, "null or a list of 0 and 1"),
     ("gate.controller.reduction", lambda v: v >= 1, "at least 1"),
@@ -178,6 +178,11 @@ def validate(config: DictConfig) -> None:
     if config.objective.lambda_full > 0 and config.gate.kind is GateKind.none:
         raise UserError("objective.lambda_full: a dense network has no other path than the full one")
     _check_exits(config)
+    predicted = config.gate.kind is GateKind.cosine and config.gate.signal is Signal.predicted
+    if config.network.torchvision is not None and predicted and config.gate.predictor.look is Look.stage:
+        raise UserError("gate.predictor.look = stage: torchvision's networks need gate.predictor.look=block")
+    if config.gate.kind is GateKind.controller and not config.gate.controller.enabled:
+        raise UserError("gate.controller.enabled = False: gates of kind controller have nothing else to decide by")
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
     if len(config.data.mean) != len(config.data.std):

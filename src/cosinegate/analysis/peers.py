@@ -31,7 +31,17 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-COLUMNS = ("row", "gate", "seeds", "test accuracy", "counted", "executed", "dynamic blocks", "distinct paths")
+COLUMNS = (
+    "row",
+    "gate",
+    "network",
+    "seeds",
+    "test accuracy",
+    "counted",
+    "executed",
+    "dynamic blocks",
+    "distinct paths",
+)
 COLUMNS += ("skipped by routing", "latency ratio", "parameters", "paper: accuracy", "paper: counted", "command")
 QUOTES = {  # how the paper's names for a row begin, by ours
     "cifar10": {"resnet20": "ResNet-20", "skipnet": "SkipNet"}
@@ -125,6 +135,7 @@ def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
     values: dict[str, Any] = {
         "row": record["experiment"],
         "gate": _gate(record),
+        "network": one.runs[0].family[1],
         "seeds": len(one.runs),
         "test accuracy": spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
         "counted": spread(one.cost("counted"), lambda v: f"{v:.3f}"),
@@ -175,8 +186,9 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             "Measured: test accuracy with hard gates, mean ± standard deviation where there are seeds, best first; "
             "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
             f"gates included, over those of {base}; latency is the time of one image over the dense network's on the "
-            "same engine, 1 by definition for that network itself, where `src/benchmark.py` has measured it; gates "
-            "that look at F(x) have no deployed form, and nothing to win, random ones no ONNX form. A block is dynamic "
+            "same engine in the same minutes, 1 by definition for that network itself, where `src/benchmark.py` has "
+            "measured it (rows are timed in minutes of their own: a few hundredths between them say nothing); gates that "
+            "look at F(x) have no deployed form, and nothing to win, random ones no ONNX form. A block is dynamic "
             "that 5 to 95% of the images compute; what such blocks skip, in percent of all blocks' work as the paper "
             "counts it, is skipped by routing, the rest of 1 - counted by blocks that are closed for all.",
             "",
