@@ -31,18 +31,9 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-COLUMNS = (
-    "row",
-    "gate",
-    "network",
-    "seeds",
-    "test accuracy",
-    "counted",
-    "executed",
-    "dynamic blocks",
-    "distinct paths",
-)
-COLUMNS += ("skipped by routing", "latency ratio", "parameters", "paper: accuracy", "paper: counted", "command")
+COLUMNS = ("row", "gate", "network", "seeds", "test accuracy", "counted", "executed", "dynamic blocks")
+COLUMNS += ("distinct paths", "skipped by routing", "latency ratio", "parameters")
+COLUMNS += ("paper: accuracy", "paper: counted", "command")
 QUOTES = {  # how the paper's names for a row begin, by ours
     "cifar10": {"resnet20": "ResNet-20", "skipnet": "SkipNet"}
     | {name: name for name in ("aggressive", "balanced", "conservative")},
@@ -187,8 +178,8 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
             f"gates included, over those of {base}; latency is the time of one image over the dense network's on the "
             "same engine in the same minutes, 1 by definition for that network itself, where `src/benchmark.py` has "
-            "measured it (each row in minutes of its own: a few hundredths between rows say nothing); gates that look at "
-            "F(x) have no deployed form, and nothing to win, random ones no ONNX form. A block is dynamic "
+            "measured it (each row in minutes of its own: a few hundredths between rows say nothing); gates that look "
+            "at F(x) have no deployed form, and nothing to win, random ones no ONNX form. A block is dynamic "
             "that 5 to 95% of the images compute; what such blocks skip, in percent of all blocks' work as the paper "
             "counts it, is skipped by routing, the rest of 1 - counted by blocks that are closed for all.",
             "",
