@@ -18,8 +18,18 @@ NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0
 config = cli.compose  # the config that a command line with these overrides would give
 
 # begun first, so that no process of the suite ends long after the others
-LONGEST = ["deploy_commands", "launchers", "onnx", "gates", "processes", "train", "search", "bad_input", "predictive"]
-LONGEST += ["wandb", "fault_commands", "faults", "experiments", "resume", "sweeps", "safe_loading"]
+LONGEST = ["deploy_commands", "launchers", "gates", "resume", "onnx", "processes", "train", "bad_input", "wandb"]
+LONGEST += [
+    "search",
+    "peers",
+    "predictive",
+    "exits",
+    "faults",
+    "fault_commands",
+    "experiments",
+    "sweeps",
+    "safe_loading",
+]
 
 torch.set_num_threads(1)
 draw_no_curves()

@@ -117,7 +117,8 @@ def test_penalty_sees_the_mean_gate_of_all_processes(tmp_path):
     gates = torch.stack((torch.full((2, 3), 0.3), torch.full((2, 3), 0.9)))
     with mp.Manager() as manager:
         found = manager.dict()
-        mp.spawn(_penalty_gradient, (f"file://{tmp_path}/store", gates, found), nprocs=2)
+        where = f"file://{tmp_path}/store"
+        mp.start_processes(_penalty_gradient, (where, gates, found), nprocs=2, start_method="fork")
         results = [found[0], found[1]]
     weight = torch.tensor(1.0, requires_grad=True)
     objective = Objective(lambda_flops=3.0, lambda_cons=0.0, tau_target=0.5)
