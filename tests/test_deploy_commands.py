@@ -183,8 +183,10 @@ def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):
         assert skipping["branches" if batch == "1" else "selecting"] > 0
         assert all(value >= 0 for value in (*dense.values(), *skipping.values()))
         dense, skipping = (found["kernels"][batch]["torch"][name] for name in ("dense", "skipping"))
-        assert dense["convolutions"] > 0 < skipping["convolutions"]
-        assert skipping["statistics"] > 0
+        assert all(  # one image takes too short a time to compare
+            spent["convolutions"] > (spent["matrix products"] if batch == "64" else 0) for spent in (dense, skipping)
+        )
+        assert skipping["statistics"] > dense["statistics"]
         assert all(value >= 0 for value in (*dense.values(), *skipping.values()))
     missed = {str(row["batch"]) for row in found["rows"] if row["met"] is False}
     assert missed <= set(found["kernels"])

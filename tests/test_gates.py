@@ -165,7 +165,7 @@ def test_every_gate_that_decides_first_skips_and_is_exported_and_the_others_say_
             require_exportable(made.folded, run.folder)
         return
     places = [i for i, block in enumerate(made.folded.blocks) if block.head is not None]
-    passing = "skipnet_recurrent", "exit"  # a state, a score
+    passing = "skipnet", "skipnet_recurrent", "exit"  # maps, state, a score
     branches = [(BranchForm, 1)] if run.gate in passing else []
     for form, batch in [(BatchForm, 16), *branches]:
         write_onnx(form(made.folded), tmp_path / "x.onnx", (1, 8, 8), one_image=batch == 1)

@@ -129,6 +129,7 @@ def test_records_become_a_table_with_ratios_to_the_dense_network_and_the_papers_
     assert list(rows) == ["resnet20", "random", "static", "balanced"]  # best first
     assert rows["random"]["test accuracy"] == "89.00% ± 1.41%"
     assert rows["random"]["seeds"] == "2"
+    assert (rows["static"]["network"], rows["balanced"]["network"]) == ("resnet2-2-3-w16", "resnet20-w16")
     assert rows["static"]["executed"] == "0.750"  # of the larger dense network's FLOPs
     assert rows["balanced"]["executed"] == "1.006"
     assert rows["balanced"]["counted"] == "0.700"

@@ -9,6 +9,7 @@ from test_predictive import masked
 from cosinegate.build import build_network
 from cosinegate.deploy import skipping
 from cosinegate.deploy.folded import folded, without_gates
+from cosinegate.deploy.kernels import torch_kind
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.errors import UserError
 
@@ -116,3 +117,14 @@ def test_open_samples_stand_first_and_few_change_places(opened):
     assert torch.equal(places.in_own_places(now), own)
     assert torch.equal(places.follow(own), now)
     assert torch.equal(places.follow(now), now)  # once
+
+
+def test_the_profiler_knows_an_operator_by_its_name():
+    kinds = {
+        "convolutions": ["mkldnn::_convolution_pointwise", "mkldnn::_convolution_pointwise_.binary", "aten::conv2d"],
+        "matrix products": ["aten::linear", "aten::addmm"],
+        "statistics": ["cosinegate::statistics", "aten::amax", "aten::sum", "aten::mean"],
+        "selecting": ["aten::index_copy_", "aten::index_select", "aten::nonzero"],
+        "other": ["aten::cat", "aten::relu_"],
+    }
+    assert {kind: [name for name in names if torch_kind(name) == kind] for kind, names in kinds.items()} == kinds

@@ -24,7 +24,7 @@ KINDS = {  # of operators; those that are not here are "other"
 TORCH_KINDS = {  # the same, by a part of the operators' names; the first that fits
     "convolutions": ("conv",),
     "selecting": ("index", "nonzero", "arange", "copy_"),
-    "statistics": ("mean", "var", "std", "max", "sum", "sqrt", "square"),
+    "statistics": ("statistics", "mean", "var", "std", "max", "sum", "sqrt", "square"),
     "matrix products": ("mm", "linear"),
 }
 KIND_OF = {operator: kind for kind, operators in KINDS.items() for operator in operators}
@@ -62,11 +62,11 @@ def operator_times(network: FoldedNetwork, images: Tensor, batch: int) -> dict[s
         if event.key == "whole":
             spent["between"] += event.self_cpu_time_total
         else:
-            spent[_torch_kind(event.key)] += event.self_cpu_time_total
+            spent[torch_kind(event.key)] += event.self_cpu_time_total
     return {kind: spent[kind] / 1000 / len(images) for kind in (*TORCH_KINDS, "other", "between")}
 
 
-def _torch_kind(operator: str) -> str:
+def torch_kind(operator: str) -> str:
     return next((kind for kind, parts in TORCH_KINDS.items() if any(part in operator for part in parts)), "other")
 
 
