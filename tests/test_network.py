@@ -4,6 +4,7 @@ from conftest import config
 
 from cosinegate.build import build_module, build_network
 from cosinegate.choices import Polarity
+from cosinegate.config import convolution_weights
 from cosinegate.networks import ResidualBlock
 
 
@@ -57,6 +58,7 @@ SWITCHES = [
     "network.shortcut=projection",
     "network.post_activation=false",
     "gate.controller.enabled=false",
+    "network.widths=[16,32,80]",
     "gate.controller.reduction=4",
     "gate.gamma.learnable=false",
     "gate.polarity=novelty",
@@ -163,3 +165,19 @@ def test_networks_of_conf_compose_with_the_published_size(network, millions, gat
         made = build_network(config(f"network={network}", f"gate={gate}"))
     parameters = sum(p.numel() for name, p in made.named_parameters() if ".gate." not in name)
     assert parameters / 1e6 == pytest.approx(millions, abs=0.05 if network == "resnet110" else 0.01)
+
+
+@pytest.mark.parametrize("shape", ["network.depth=14", "network.blocks=[2,1,5] network.widths=[6,6,20]"])
+def test_the_weights_that_a_config_is_refused_by_are_those_of_the_network(shape):
+    chosen = config("gate=none", "network.width=8", *shape.split())
+    built = build_network(chosen)
+    counted = sum(p.numel() for block in built.blocks for p in block.residual.parameters() if p.ndim == 4)
+    assert counted == convolution_weights(chosen.network)
+
+
+def test_stages_have_the_channels_that_widths_names():
+    named = build_network(config("network.depth=14", "network.widths=[16,32,80]", "gate=none"))
+    assert [block.residual[3].out_channels for block in named.blocks] == [16, 16, 32, 32, 80, 80]
+    assert named.head.in_features == 80
+    plain, same = (build_network(config("gate=none", *more)) for more in ([], ["network.widths=[16,32,64]"]))
+    assert [p.shape for p in plain.parameters()] == [p.shape for p in same.parameters()]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cosinegate.calibration import Budget
 from cosinegate.choices import Calibration, Credit, GateKind, Look, Sharing, Target, Weighting
-from cosinegate.config import blocks_per_stage, primitives
+from cosinegate.config import blocks_per_stage, primitives, stage_widths
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops
 from cosinegate.errors import UserError
@@ -64,7 +64,7 @@ def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | 
         return torchvision_resnet(network.torchvision, in_channels, num_classes, make_gate, *consistency)
     return ResNet(
         blocks_per_stage(network),
-        network.width,
+        stage_widths(network),
         in_channels,
         num_classes,
         network.shortcut,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 # Keys that came after runs had been trained, with the value by which a run is what it was without them.
-LATER = {"objective.lambda_full": 0.0, "objective.lambda_exit": 1.0, "gate.exits": False}
+LATER = {"objective.lambda_full": 0.0, "objective.lambda_exit": 1.0, "gate.exits": False, "network.widths": None}
 
 LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
 DEEPEST, WIDEST = 1202, 4096
@@ -76,6 +77,11 @@ RULES: list[Rule] = [
         f"null or one of {', '.join(TORCHVISION)}",
     ),
     ("network.width", lambda v: 1 <= v <= WIDEST, f"at least 1 and at most {WIDEST}"),
+    (
+        "network.widths",
+        lambda v: v is None or (len(v) == 3 and list(v) == sorted(v) and v[0] >= 1 and v[2] <= 4 * WIDEST),
+        f"null or three numbers of channels, none below the one before, from 1 to {4 * WIDEST}",
+    ),
     ("gate.threshold", lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
     ("gate.predictor.hidden", lambda v: 1 <= v <= 1024, "at least 1 and at most 1024"),
     ("gate.predictor.switch_epoch", lambda v: v >= 0, "at least 0"),
@@ -159,7 +165,8 @@ def validate(config: DictConfig) -> None:
             raise UserError(f"{key} = {value}: must be {words}")
     weights = convolution_weights(config.network)
     if weights > MOST_WEIGHTS:
-        words = f"network.width = {config.network.width} with {sum(blocks_per_stage(config.network))} blocks"
+        given = "width" if config.network.widths is None else "widths"
+        words = f"network.{given} = {config.network[given]} with {sum(blocks_per_stage(config.network))} blocks"
         raise UserError(f"{words}: {weights // 10**6} million weights; must be at most {MOST_WEIGHTS // 10**6} million")
     gamma = config.gate.gamma.init
     if config.gate.polarity is Polarity.paper and gamma >= 0:
@@ -237,10 +244,16 @@ def blocks_per_stage(network: DictConfig) -> list[int]:
     return list(network.blocks or [(network.depth - 2) // 6] * 3)
 
 
+def stage_widths(network: DictConfig) -> list[int]:
+    """The channels of each stage."""
+    return list(network.widths or (network.width, 2 * network.width, 4 * network.width))
+
+
 def convolution_weights(network: DictConfig) -> int:
     """How many weights the convolutions of the residuals have: nearly all of a network's, known before it is built."""
-    first, second, third = blocks_per_stage(network)
-    return 18 * network.width**2 * (first + 4 * second + 16 * third) - 9 * network.width**2 * (2 + 8)
+    widths = stage_widths(network)
+    inner = sum(18 * channels**2 * number for channels, number in zip(widths, blocks_per_stage(network), strict=True))
+    return inner - 9 * sum(after * (after - before) for before, after in pairwise(widths))
 
 
 def primitives(config: DictConfig) -> dict[str, Any]:

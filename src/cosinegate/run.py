@@ -225,7 +225,8 @@ def network_name(network: NetworkConfig) -> str:
     if network.torchvision is not None:
         return f"torchvision-{network.torchvision}"
     size = network.depth if network.blocks is None else "-".join(map(str, network.blocks))
-    return f"resnet{size}-w{network.width}"
+    width = network.width if network.widths is None else "-".join(map(str, network.widths))
+    return f"resnet{size}-w{width}"
 
 
 def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class NetworkConfig:
     depth: int = MISSING  # 6n+2
     blocks: list[int] | None = None  # of each stage; none: n in all three, as the depth says
     width: int = MISSING  # channels of the first stage
+    widths: list[int] | None = None  # channels of each stage; none: width, twice and four times that
     shortcut: Shortcut = MISSING
     post_activation: bool = MISSING
     torchvision: str | None = None  # resnet18, resnet50, ...: torchvision's, and no other key of these is looked at

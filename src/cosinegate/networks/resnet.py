@@ -18,7 +18,7 @@ class ResNet(GatedNetwork):
     def __init__(
         self,
         blocks_per_stage: list[int],
-        width: int,
+        widths: list[int],
         in_channels: int,
         num_classes: int,
         shortcut: Shortcut,
@@ -28,15 +28,14 @@ class ResNet(GatedNetwork):
         consistency: bool,
         detach_target: bool,
     ) -> None:
+        inputs = widths[0]
         stem = nn.Sequential(
-            nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+            nn.Conv2d(in_channels, inputs, 3, padding=1, bias=False), nn.BatchNorm2d(inputs), nn.ReLU(inplace=True)
         )
         blocks = []
-        inputs = width
-        for stage, number in enumerate(blocks_per_stage):
+        for stage, (number, outputs) in enumerate(zip(blocks_per_stage, widths, strict=True)):
             seen = 0  # channels of what a gate of this stage has looked at
             for index in range(number):
-                outputs = width * 2**stage
                 stride = 2 if stage > 0 and index == 0 else 1
                 shares = look is Look.stage and seen > 0
                 gate = make_gate(seen if shares else inputs)
