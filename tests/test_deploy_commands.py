@@ -296,7 +296,7 @@ def test_a_run_with_exits_is_searched_on_held_out_images(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_exits_is_timed_against_as_many_dense_blocks(tmp_path):
+def test_a_run_is_timed_and_counted_against_the_network_of_its_depth_however_its_blocks_are_shared_out(tmp_path):
     run = trained_exits(tmp_path / "run")
     timed = ask("benchmark", f"run={run}", "batches=[1]", "images=16", "rounds=1", "threads=1", "compile=false")
     trained = load_trained(run)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from conftest import config
 
-from cosinegate.build import build_network
+from cosinegate.build import build_network, reference_flops
 from cosinegate.deploy.flops import block_flops, dense_flops, forward_flops
 
 SHAPE = (32, 32, 3)
@@ -26,6 +26,16 @@ def test_dense_flops_are_those_of_a_count_by_hand():
     assert dense_flops(dense, SHAPE) == forward_flops(dense, torch.zeros(1, 3, 32, 32)) == by_hand()
     for gate in ("gate=cosine", "gate=predictive"):
         assert dense_flops(build_network(config(gate)), SHAPE) == by_hand()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "share"),
+    [("+experiment=static", 0.767), ("network.blocks=[2,1,5] network.widths=[16,32,80]", 1.185), ("gate=aig", 1.0)],
+)
+def test_every_network_is_measured_against_the_one_of_its_depth_and_width(chosen, share):
+    of = config(*chosen.split())
+    assert reference_flops(of) == by_hand()
+    assert dense_flops(build_network(of), SHAPE) / reference_flops(of) == pytest.approx(share, abs=5e-4)
 
 
 def test_the_papers_gate_executes_more_than_the_dense_network_even_when_all_gates_are_closed():

@@ -9,9 +9,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from conftest import config
 from deployed import EXITS, FORMS, eager, gated, images, trained
 
-from cosinegate.deploy.folded import folded, without_gates
+from cosinegate.build import build_network
+from cosinegate.deploy.folded import folded
 from cosinegate.deploy.int8 import write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, quietly, run_onnx, session, write_onnx
 from cosinegate.deploy.ways import compiled_form
@@ -118,7 +120,7 @@ def test_a_quiet_export_leaves_logging_as_it_was(capsys, caplog):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.slow
 def test_the_compiled_dense_network_is_the_dense_network(rng):
-    dense, x = without_gates(folded(trained(rng=rng))), images(8, rng)
+    dense, x = folded(build_network(config("+experiment=digits", "gate=none"))), images(8, rng)
     with torch.no_grad():
         torch.testing.assert_close(compiled_form(dense, x)["compiled"](x), dense(x), rtol=0, atol=1e-4)
 

@@ -4,14 +4,14 @@ import json
 from collections.abc import Callable
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from cosinegate.calibration import Budget
 from cosinegate.choices import Calibration, Credit, GateKind, Look, Sharing, Target, Weighting
 from cosinegate.config import blocks_per_stage, primitives, stage_widths
 from cosinegate.data import IMAGE_SETS
-from cosinegate.deploy.flops import block_flops
+from cosinegate.deploy.flops import block_flops, dense_flops
 from cosinegate.errors import UserError
 from cosinegate.gates import Gate
 from cosinegate.gates.make import GateMaker, is_predicted
@@ -73,6 +73,20 @@ def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | 
         config.gate.predictor.look if is_predicted(config.gate) else Look.block,
         *consistency,
     )
+
+
+def reference_network(config: DictConfig) -> GatedNetwork:
+    """What FLOPs and times are ratios to: the dense network of the config's depth and width, however the run shares out
+    its blocks and channels among the stages. Untrained: neither a counter nor a clock looks at weights."""
+    of = OmegaConf.merge(config, {"network": {"blocks": None, "widths": None}})
+    with torch.random.fork_rng(devices=[]):
+        return build_network(of, make_gate=lambda channels: None)
+
+
+def reference_flops(config: DictConfig) -> int:
+    """Of the reference network, for one image."""
+    with torch.device("meta"):
+        return dense_flops(reference_network(config), IMAGE_SETS[config.data.name.name].shape)
 
 
 def build_module(config: DictConfig) -> LitCosineGate:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from cosinegate import console
-from cosinegate.build import build_module
+from cosinegate.build import build_module, reference_flops
 from cosinegate.calibration import Budget
 from cosinegate.callbacks.calibrated import Calibrated
 from cosinegate.callbacks.checkpoints import BEST, LAST, PREVIOUS, AtomicCheckpoints, Checkpoints
@@ -73,7 +73,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     data = ImageData(config.data, config.seed)
     module = build_module(config)
     metrics = MetricsCSV(folder)
-    statistics, executed = GateStatistics(), ExecutedFlops(data.image_set.shape)
+    statistics, executed = GateStatistics(), ExecutedFlops(reference_flops(config))
     record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), ShareOut(), Warmup(config.objective), Anneal(config.gate.relaxation)]
     schedule += [SwitchOver(config.gate.predictor.switch_epoch)]

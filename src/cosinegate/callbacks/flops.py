@@ -6,21 +6,16 @@ import lightning.pytorch as L
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cosinegate.deploy.flops import dense_flops
 from cosinegate.lit import LitCosineGate
 
 
 class ExecutedFlops(L.Callback):
-    """`executed` is what the last evaluation ran, as a share of the dense network's FLOPs."""
+    """`executed` is what the last evaluation ran, as a share of `dense`: the reference network's FLOPs for an image."""
 
-    def __init__(self, shape: tuple[int, int, int]) -> None:
-        self.shape = shape  # (H, W, C) of an image
+    def __init__(self, dense: int) -> None:
+        self.dense = dense
         self.executed: float | None = None
         self.counter: FlopCounterMode | None = None  # while a batch is evaluated
-        self.dense = 0  # FLOPs of the dense network for one image
-
-    def setup(self, trainer: L.Trainer, pl_module: LitCosineGate, stage: str) -> None:
-        self.dense = dense_flops(pl_module.network, self.shape)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self.images = 0

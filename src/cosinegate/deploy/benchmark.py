@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from cosinegate import console
+from cosinegate.build import reference_flops
 from cosinegate.choices import Checkpoint
 from cosinegate.commands import BenchmarkConfig
 from cosinegate.config import require_positive
 from cosinegate.deploy.benchmark_table import as_markdown, draw
-from cosinegate.deploy.flops import dense_flops, executed_on, forward_flops
+from cosinegate.deploy.flops import dense_flops, flops_moved, forward_flops
 from cosinegate.deploy.folded import folded
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES
 from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
@@ -80,8 +81,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     require_writable(folder)
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
     flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
-    dense = dense_flops(trained.eager, trained.data.image_set.shape)
-    executed = flops / (len(images) * dense)
+    executed = flops / (len(images) * reference_flops(trained.config))
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
     counted = runtime.gates.float().mean().item()
@@ -129,7 +129,8 @@ def _int8(model: Model, trained: Trained, folder: Path, images: Tensor, labels: 
     runtime(images)
     theirs = runtime.gates.clone()
     theirs[:, [i for i, block in enumerate(model.network.blocks) if block.head is not None]] = torch.from_numpy(decided)
-    executed = executed_on(trained.eager, trained.data.image_set.shape, model.executed, runtime.gates, theirs)
+    moved = flops_moved(trained.eager, trained.data.image_set.shape, runtime.gates, theirs)
+    executed = model.executed + moved / reference_flops(trained.config)
     return found | {"counted": theirs.float().mean().item(), "executed": executed}
 
 
@@ -212,7 +213,7 @@ def _bar(engine: str, batch: int, executed: float) -> float | None:
 
 
 def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tuple[str, Model]:
-    """A run of a dense network on the same data, with its FLOPs over those of the run that is benchmarked."""
+    """A run of a dense network on the same data, with its FLOPs over those that are 1 in the table."""
     path = chosen_path(run, checkpoint)
     module, config = load_checkpoint(path)
     if any(block.gate is not None for block in module.network.blocks):
@@ -220,7 +221,7 @@ def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tupl
     if config.data.name is not beside.config.data.name:
         raise UserError(f"against = {run}: is on {config.data.name.name}, not on {beside.config.data.name.name}")
     shape = beside.data.image_set.shape
-    share = dense_flops(module.network, shape) / dense_flops(beside.eager, shape)
+    share = dense_flops(module.network, shape) / reference_flops(beside.config)
     name = f"{config.name} {network_name(config.network)} s{config.seed}"
     own = run_folder_of(path) if is_the_records(path) else None
     return name, Model(folded(module.network, shape[:2]), share, share, own)

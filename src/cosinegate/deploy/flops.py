@@ -1,8 +1,8 @@
 """FLOPs of what really runs, as torch's own counter sees it: convolutions, matrix products, the gate's dot products.
 
 `counted` is the paper's figure, the mean gate. `executed` is measured here, over the whole network, stem, head and
-gates included, and divided by the dense network's. The two differ wherever a block is computed and then multiplied
-by zero.
+gates included, and divided by those of `build.reference_network`. The two differ wherever a block is computed and then
+multiplied by zero.
 """
 
 import copy
@@ -33,10 +33,10 @@ def dense_flops(network: ResNet, shape: tuple[int, int, int]) -> int:
     return forward_flops(dense, torch.empty(1, channels, height, width, device="meta"))
 
 
-def executed_on(network: ResNet, shape: tuple[int, int, int], own: float, gates: Tensor, others: Tensor) -> float:
-    """Executed FLOPs over the dense network's of a form that takes other routes (B, N), from its `own` with `gates`."""
+def flops_moved(network: ResNet, shape: tuple[int, int, int], gates: Tensor, others: Tensor) -> float:
+    """How many more FLOPs an image takes on other routes (B, N) than with these gates."""
     moved = others.float().mean(0) - gates.float().mean(0)
-    return own + (moved * block_flops(network, shape)).sum().item() / dense_flops(network, shape)
+    return (moved * block_flops(network, shape)).sum().item()
 
 
 def block_flops(network: ResNet, shape: tuple[int, int, int]) -> Tensor:

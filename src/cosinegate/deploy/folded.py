@@ -109,12 +109,6 @@ def folded(network: GatedNetwork, size: tuple[int, int] | None = None) -> Folded
     return made.requires_grad_(False).eval().to(memory_format=torch.channels_last)
 
 
-def without_gates(network: FoldedNetwork) -> FoldedNetwork:
-    """The dense network of the same weights: what a comparison of times needs."""
-    blocks = [FoldedBlock(b.conv1, b.conv2, b.shortcut, b.post_activation) for b in network.blocks]
-    return FoldedNetwork(network.stem, blocks, network.head, network.size).eval()
-
-
 def _activates(block: ResidualBlock) -> bool:
     return isinstance(block.activation, nn.ReLU)
 

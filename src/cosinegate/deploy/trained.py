@@ -1,6 +1,5 @@
 """A trained run as deployment meets it: its network, its data, and the thresholds of any budget."""
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,13 +7,12 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from cosinegate.build import build_network
+from cosinegate.build import reference_network
 from cosinegate.calibration import Budget, Quantile, calibrate
 from cosinegate.choices import Checkpoint, Credit, Sharing, Validation
-from cosinegate.config import blocks_per_stage
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
-from cosinegate.deploy.folded import FoldedNetwork, folded, without_gates
+from cosinegate.deploy.folded import FoldedNetwork, folded
 from cosinegate.errors import UserError
 from cosinegate.evaluate import checkpoint_path, load_checkpoint
 from cosinegate.gates import PredictiveGate
@@ -48,18 +46,8 @@ class Trained:
         return self.data.whole_images(split, self.config.data.holdout)
 
     def dense(self) -> FoldedNetwork:
-        """The dense network that times are ratios to: its own without gates or, where its blocks are shared out among
-        the stages otherwise, He et al.'s of as many, which has as many FLOPs; untrained, for a clock does not look at
-        weights."""
-        config = copy.deepcopy(self.config)
-        config.network.blocks = None
-        if sum(blocks_per_stage(config.network)) != len(self.eager.blocks):
-            config.network.blocks = self.config.network.blocks
-        if blocks_per_stage(config.network) == blocks_per_stage(self.config.network):
-            return without_gates(self.folded)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            return folded(build_network(config, make_gate=lambda channels: None), self.folded.size)
+        """The network that times are ratios to."""
+        return folded(reference_network(self.config), self.folded.size)
 
     def calibrate(self, budget: float, images: Tensor) -> list[float]:
         """Moves the thresholds so that the mean gate over all blocks is `budget` on these images; gives the shares."""
