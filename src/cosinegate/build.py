@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cosinegate.calibration import Budget
 from cosinegate.choices import Calibration, Credit, GateKind, Look, Sharing, Target, Weighting
-from cosinegate.config import blocks_per_stage, primitives, stage_widths
+from cosinegate.config import blocks_per_stage, primitives, reference, stage_widths
 from cosinegate.data import IMAGE_SETS
 from cosinegate.deploy.flops import block_flops, dense_flops
 from cosinegate.errors import UserError
@@ -78,7 +78,7 @@ def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | 
 def reference_network(config: DictConfig) -> GatedNetwork:
     """What FLOPs and times are ratios to: the dense network of the config's depth and width, however the run shares out
     its blocks and channels among the stages. Untrained: neither a counter nor a clock looks at weights."""
-    of = OmegaConf.merge(config, {"network": {"blocks": None, "widths": None}})
+    of = OmegaConf.merge(config, {"network": reference(config.network)})
     with torch.random.fork_rng(devices=[]):
         return build_network(of, make_gate=lambda channels: None)
 

@@ -163,11 +163,13 @@ def validate(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         if not allowed(value):
             raise UserError(f"{key} = {value}: must be {words}")
-    weights = convolution_weights(config.network)
-    if weights > MOST_WEIGHTS:
-        given = "width" if config.network.widths is None else "widths"
-        words = f"network.{given} = {config.network[given]} with {sum(blocks_per_stage(config.network))} blocks"
-        raise UserError(f"{words}: {weights // 10**6} million weights; must be at most {MOST_WEIGHTS // 10**6} million")
+    for network in (config.network, reference(config.network)):
+        weights = convolution_weights(network)
+        if weights > MOST_WEIGHTS:
+            given = "width" if network.widths is None else "widths"
+            words = f"network.{given} = {network[given]} with {sum(blocks_per_stage(network))} blocks"
+            most = f"must be at most {MOST_WEIGHTS // 10**6} million"
+            raise UserError(f"{words}: {weights // 10**6} million weights; {most}")
     gamma = config.gate.gamma.init
     if config.gate.polarity is Polarity.paper and gamma >= 0:
         raise UserError(f"gate.gamma.init = {gamma}: must be below 0 with gate.polarity=paper (the paper has γ < 0)")
@@ -247,6 +249,11 @@ def blocks_per_stage(network: DictConfig) -> list[int]:
 def stage_widths(network: DictConfig) -> list[int]:
     """The channels of each stage."""
     return list(network.widths or (network.width, 2 * network.width, 4 * network.width))
+
+
+def reference(network: DictConfig) -> DictConfig:
+    """The network of its depth and width, which FLOPs and times are ratios to, however it is shared out itself."""
+    return OmegaConf.merge(network, {"blocks": None, "widths": None})
 
 
 def convolution_weights(network: DictConfig) -> int:
