@@ -32,7 +32,7 @@ def test_dense_flops_are_those_of_a_count_by_hand():
     ("chosen", "share"),
     [("+experiment=static", 0.767), ("network.blocks=[2,1,5] network.widths=[16,32,80]", 1.185), ("gate=aig", 1.0)],
 )
-def test_every_network_is_measured_against_the_one_of_its_depth_and_width(chosen, share):
+def test_every_network_is_timed_against_the_one_of_its_depth_and_width(chosen, share):
     of = config(*chosen.split())
     assert reference_flops(of) == by_hand()
     assert dense_flops(build_network(of), SHAPE) / reference_flops(of) == pytest.approx(share, abs=5e-4)

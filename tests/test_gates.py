@@ -266,6 +266,7 @@ BAD = [
         "gate.exits",
         "gate.quantile.sharing=network",
     ),
+    (["gate=exit", "objective=predictive", "objective.lambda_flops=1"], "gate.exits", "objective.lambda_flops=0"),
     (["gate=exit", "objective=predictive", "network.blocks=[2,2,1]"], "gate.exits", "no block is left"),
     (["+experiment=predictive_balanced", "gate.quantile.worth=[3,2,1,0]"], "gate.exits", "gate.quantile.worth=null"),
     (["gate=exit", "objective=predictive", "optimizer.decay_gates=false"], "objective.tau_target", "0.778"),

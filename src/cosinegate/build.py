@@ -76,8 +76,9 @@ def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | 
 
 
 def reference_network(config: DictConfig) -> GatedNetwork:
-    """What FLOPs and times are ratios to: the dense network of the config's depth and width, however the run shares out
-    its blocks and channels among the stages. Untrained: neither a counter nor a clock looks at weights."""
+    """What a benchmark's FLOPs and times are ratios to: the dense network of the config's depth and width, however the
+    run shares out its blocks and channels among the stages. Untrained: neither a counter nor a clock looks at weights.
+    """
     of = OmegaConf.merge(config, {"network": reference(config.network)})
     with torch.random.fork_rng(devices=[]):
         return build_network(of, make_gate=lambda channels: None)

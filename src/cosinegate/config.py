@@ -215,6 +215,8 @@ def _check_exits(config: DictConfig) -> None:
         "gate.quantile.begin=null": gate.quantile.begin is None,
         "gate.quantile.sharing=network": gate.quantile.sharing is Sharing.network,
         "gate.quantile.worth=null": gate.quantile.worth is None,
+        "gate.predictor.switch_epoch=0": gate.predictor.switch_epoch == 0,  # training lets nobody leave: nothing pushes
+        "objective.lambda_flops=0": config.objective.lambda_flops == 0,
     }
     lacking = [words for words, is_there in needed.items() if not is_there]
     if gate.exits and lacking:
@@ -252,7 +254,7 @@ def stage_widths(network: DictConfig) -> list[int]:
 
 
 def reference(network: DictConfig) -> DictConfig:
-    """The network of its depth and width, which FLOPs and times are ratios to, however it is shared out itself."""
+    """The network of its depth and width, which a benchmark's figures are ratios to, however it is shared out."""
     return OmegaConf.merge(network, {"blocks": None, "widths": None})
 
 

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate import console
 from cosinegate.analysis.routes import Routes
-from cosinegate.build import build_module, reference_flops
+from cosinegate.build import build_module
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
@@ -18,6 +18,7 @@ from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.commands import EvaluateConfig
 from cosinegate.config import convolution_weights, is_batches, require_positive, validate
 from cosinegate.data.module import ImageData
+from cosinegate.deploy.flops import dense_flops
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.foreign import first_line
@@ -42,7 +43,7 @@ def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tup
     config.data.root, config.data.folder = asked.root or config.data.root, asked.folder or config.data.folder
     config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
     data = ImageData(config.data, config.seed)
-    statistics, executed = GateStatistics(), ExecutedFlops(reference_flops(config))
+    statistics, executed = GateStatistics(), ExecutedFlops(dense_flops(module.network, data.image_set.shape))
     tested = _test(module, config, data, [statistics, executed], asked.accelerator, asked.limit_batches)
     summary, classes = statistics.summary, data.image_set.classes
     cir = [None] * len(summary.open) if summary.cir is None else [c if c == c else None for c in summary.cir.tolist()]

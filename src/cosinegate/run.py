@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from cosinegate import console
-from cosinegate.build import build_module, reference_flops
+from cosinegate.build import build_module
 from cosinegate.calibration import Budget
 from cosinegate.callbacks.calibrated import Calibrated
 from cosinegate.callbacks.checkpoints import BEST, LAST, PREVIOUS, AtomicCheckpoints, Checkpoints
@@ -37,6 +37,7 @@ from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.choices import Calibration, GateKind, Validation
 from cosinegate.config import identity, run_folder, validate
 from cosinegate.data.module import ImageData
+from cosinegate.deploy.flops import dense_flops
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.files import remove_parts, write_atomically
@@ -73,7 +74,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     data = ImageData(config.data, config.seed)
     module = build_module(config)
     metrics = MetricsCSV(folder)
-    statistics, executed = GateStatistics(), ExecutedFlops(reference_flops(config))
+    statistics, executed = GateStatistics(), ExecutedFlops(dense_flops(module.network, data.image_set.shape))
     record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), ShareOut(), Warmup(config.objective), Anneal(config.gate.relaxation)]
     schedule += [SwitchOver(config.gate.predictor.switch_epoch)]

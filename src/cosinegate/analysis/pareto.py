@@ -30,7 +30,6 @@ AXES = {
 FORMATS = {"mflops": ("MFLOPs", "{:.2f}"), "latency": ("ms an image", "{:.3f}")}  # columns that a table gets
 CHANCE = 0.1  # ten classes
 MOST_NAMES = 40  # points of the frontier that a figure has room to name; the tables name all
-LONGEST = 44  # letters that have room beside a point
 MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond the slowest run
 
 
@@ -151,10 +150,6 @@ def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
         axis.annotate(
             " | ".join(names), (x, 100 * accuracy), textcoords="offset points", fontsize=8, color=colour, **side
         )
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"  # the tables have it whole
 
 
 def as_csv(configurations: list[Configuration]) -> str:

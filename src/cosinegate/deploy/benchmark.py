@@ -16,7 +16,7 @@ from cosinegate import console
 from cosinegate.build import reference_flops
 from cosinegate.choices import Checkpoint
 from cosinegate.commands import BenchmarkConfig
-from cosinegate.config import require_positive
+from cosinegate.config import reference, require_positive
 from cosinegate.deploy.benchmark_table import as_markdown, draw
 from cosinegate.deploy.flops import dense_flops, flops_moved, forward_flops
 from cosinegate.deploy.folded import folded
@@ -103,6 +103,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         "run": str(run_folder_of(trained.path)),
         "data": trained.config.data.name.name,
         "threads": asked.threads,
+        "dense": network_name(reference(trained.config.network)),
         "budget": asked.budget,
         "accuracy": accuracy,
         "counted": counted,

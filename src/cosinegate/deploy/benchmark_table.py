@@ -17,7 +17,8 @@ def as_markdown(found: dict[str, Any]) -> str:
         "",
         f"Test accuracy {100 * found['accuracy']:.2f}%; with int8 convolutions "
         f"{100 * found['int8']['accuracy']:.2f}%, where some images take another route. "
-        "Models took turns in one process; a time ratio is to the dense network on the same engine in the same round, "
+        f"Dense is {found['dense']}: FLOPs executed are over its. "
+        "Models took turns in one process; a time ratio is to it on the same engine in the same round, "
         "the median over rounds, and `spread` the middle half of the rounds' ratios (of dense, of its times). "
         "`bar` is the executed FLOPs plus what is allowed for gates, gather and scatter.",
         "",

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate import console
-from cosinegate.build import reference_flops
 from cosinegate.commands import ExportConfig
 from cosinegate.config import require_positive
-from cosinegate.deploy.flops import flops_moved
+from cosinegate.deploy.flops import dense_flops, flops_moved
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
@@ -126,7 +125,7 @@ def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, thr
     with FlopCounterMode(display=False) as counter:
         scores, gates = eager_forward(trained, images)
     shape = trained.data.image_set.shape
-    own, dense = counter.get_total_flops() / len(images), reference_flops(trained.config)
+    own, dense = counter.get_total_flops() / len(images), dense_flops(trained.eager, shape)
     array = images.contiguous().numpy()
     runtime = SkippingNetwork(trained.folded)
     runs: dict[str, Callable[[], tuple[np.ndarray, np.ndarray | None]]] = {

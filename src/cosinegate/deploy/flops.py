@@ -1,8 +1,8 @@
 """FLOPs of what really runs, as torch's own counter sees it: convolutions, matrix products, the gate's dot products.
 
 `counted` is the paper's figure, the mean gate. `executed` is measured here, over the whole network, stem, head and
-gates included, and divided by those of `build.reference_network`. The two differ wherever a block is computed and then
-multiplied by zero.
+gates included, and divided by those of the same network without gates. The two differ wherever a block is computed and
+then multiplied by zero.
 """
 
 import copy

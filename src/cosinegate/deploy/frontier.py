@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from cosinegate import console, geometry
-from cosinegate.build import reference_flops
 from cosinegate.choices import MeasuredOn, Validation
 from cosinegate.commands import CalibrateConfig
 from cosinegate.config import require_positive
-from cosinegate.deploy.flops import forward_flops
+from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import load_trained, run_folder_of
@@ -56,7 +55,7 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
     images, labels = held_out[: asked.images], held_out_labels[: asked.images]
     if on_test:
         images, labels = trained.data.whole_images("test", asked.images)
-    dense = reference_flops(trained.config)
+    dense = dense_flops(trained.eager, trained.data.image_set.shape)
     measured_on = f"{len(images)} {'test images' if on_test else 'of them'}"
     console.say(f"calibrating on {len(held_out)} {trained.held_out_words}; measuring on {measured_on}")
     points = []
