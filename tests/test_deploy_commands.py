@@ -138,7 +138,9 @@ def test_benchmark_times_every_form_and_the_record_has_the_latency(run, others):
     few = ("batches=[1,64]", "rounds=2", "threads=1", "compile=false")
     done = process("src/benchmark.py", f"run={run}", f"against=[{others['dense']}]", *few, afresh=True)
     assert done.returncode == 0, done.stderr
+    assert "profiler_start" not in done.stdout + done.stderr
     found = json.loads((run / "benchmark" / "benchmark.json").read_text())
+    assert found["dense"] == "resnet14-w8"
     models = {(row["batch"], row["engine"], row["model"]) for row in found["rows"]}
     for batch in (1, 64):
         for engine in ("torch", "onnxruntime"):

@@ -1,6 +1,7 @@
 """Where the time of a deployed network goes, by onnxruntime's profiler and by torch's."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def operator_times(network: FoldedNetwork, images: Tensor, batch: int) -> dict[s
     """ms an image of every kind of operator in the skipping runtime, on one thread; `between` is what none takes."""
     runtime, parts = SkippingNetwork(network, batch), images.split(batch)
     runtime(parts[0])
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler would tell a person when it starts and stops
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for part in parts:
             with torch.profiler.record_function("whole"):
