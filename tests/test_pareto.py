@@ -112,6 +112,11 @@ def test_each_axis_is_its_own_figure_and_latency_waits_for_a_measurement(record,
     output, _ = drawn("x=latency")
     assert "1 configurations have no latency" in output
     assert "latency 1.65" in output  # the reference: 1.1 of the slowest
+    write(tmp_path / "runs", record, 0.9, 0.4, tau=0.4, seed=1)  # a seed that nobody timed
+    drawn("x=latency")
+    (table,) = (tmp_path / "pareto").glob("*latency.md")
+    assert "| 2 | 85.00% ± 7.07% |" in table.read_text()
+    assert "| 1.500 |" in table.read_text()
     assert {path.name.split("-")[-1] for path in (tmp_path / "pareto").glob("*.png")} == {"executed.png", "latency.png"}
     with pytest.raises(UserError, match=r"reference = \[1.0\]: must be \[cost, accuracy\]"):
         drawn("reference=[1]")

@@ -35,7 +35,7 @@ MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond 
 
 def mark(configurations: list[Configuration], x: str) -> list[Configuration]:
     """Those that have the cost, with their place on the frontier of the means."""
-    measured = [one for one in configurations if all(run.cost(x) is not None for run in one.runs)]
+    measured = [one for one in configurations if any(run.cost(x) is not None for run in one.runs)]
     for one, flag in zip(measured, on_frontier(points(measured, x)), strict=True):
         one.on_frontier = flag
     return measured
@@ -86,7 +86,7 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
         some = [one for one in configurations if one.is_dense is is_dense]
         if not some:
             continue
-        every = [(run.cost(x), 100 * run.accuracy) for one in some for run in one.runs]
+        every = [(run.cost(x), 100 * run.accuracy) for one in some for run in one.runs if run.cost(x) is not None]
         axis.scatter(*zip(*every, strict=True), 14, colour, alpha=0.35)
         costs, accuracies = [one.cost(x) for one in some], [one.accuracy() for one in some]
         axis.errorbar(

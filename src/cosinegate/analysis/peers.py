@@ -153,9 +153,9 @@ def _gate(record: dict[str, Any]) -> str:
 
 def _time_ratio(one: Configuration) -> tuple[float, float | None] | None:
     """To the dense network that was timed in the same minutes; milliseconds of different minutes are not compared."""
-    if any(found(run.record, "latency.time_ratio") is None for run in one.runs):
+    if all(found(run.record, "latency.time_ratio") is None for run in one.runs):
         return None
-    return one.over_seeds(lambda run: run.record["latency"]["time_ratio"])
+    return one.over_seeds(lambda run: found(run.record, "latency.time_ratio"))
 
 
 def _mean(one: Configuration, key: str) -> float:

@@ -137,9 +137,9 @@ class Configuration:
     label: str = ""
     on_frontier: bool = False
 
-    def over_seeds(self, figure: Callable[[Run], float]) -> tuple[float, float | None]:
-        """Mean and, of two or more, standard deviation."""
-        values = [figure(run) for run in self.runs]
+    def over_seeds(self, figure: Callable[[Run], float | None]) -> tuple[float, float | None]:
+        """Mean and, of two or more, standard deviation, of the runs that have it."""
+        values = [value for run in self.runs if (value := figure(run)) is not None]
         mean = statistics.fmean(values)
         if len(values) == 1:
             return mean, None
