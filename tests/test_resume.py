@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_network_is_answered_with_a_line(tmp_path):
     assert read_metrics(folder)[3]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_bits_twice(threads, tmp_path):
     words = [*KINDS["soft"], *TINY, f"threads={threads}", f"runs_dir={tmp_path}"]
     folders = []
@@ -136,9 +136,8 @@ def test_the_same_seed_gives_the_same_bits_twice(threads, tmp_path):
     assert_same_run(*folders)
 
 
-@pytest.mark.parametrize(
-    "kind", ["hard", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("soft", "dense", "predictive"))]
-)
+@pytest.mark.slow  # six new Pythons; what two processes compute and how they fail is tested in every run
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_stop_together_and_end_as_if_they_never_had(kind, tmp_path):
     words = [*KINDS[kind], "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "threads=1"]
     words += ["trainer.max_epochs=3", "trainer.limit_train_batches=12", "trainer.limit_val_batches=1"]
