@@ -17,6 +17,10 @@ from cosinegate.deploy.weights import described, read_exported, rebuilt, write_w
 from cosinegate.errors import UserError
 
 
+def without(part: dict, name: str) -> dict:
+    return {key: value for key, value in part.items() if key != name}
+
+
 @pytest.mark.parametrize("overrides", FORMS)
 def test_weights_and_card_rebuild_the_network(overrides, rng, tmp_path):
     network = folded(trained(*overrides, rng=rng))
@@ -36,6 +40,9 @@ def test_weights_and_card_rebuild_the_network(overrides, rng, tmp_path):
     with pytest.raises(UserError, match="this program reads"):
         rebuilt(described(network) | {"format": 99}, tmp_path / "weights.safetensors")
     if overrides == EXITS:
+        fourth = json.loads(json.dumps(described(network)), object_hook=lambda part: without(part, "own"))
+        fourth = rebuilt(fourth | {"format": 4}, tmp_path / "weights.safetensors")
+        assert torch.equal(SkippingNetwork(fourth)(x), SkippingNetwork(network)(x))  # which knew no exit's classifier
         older = json.loads(json.dumps(described(network)).replace('"exit"', '"scored"'))
         with pytest.raises(UserError, match="another version: scored is none of"):
             rebuilt(older | {"format": 3}, tmp_path / "weights.safetensors")

@@ -23,10 +23,10 @@ from cosinegate.deploy.specialise import specialise
 from cosinegate.deploy.trained import Trained, load_trained
 from cosinegate.deploy.weights import described, rebuilt, write_weights
 from cosinegate.errors import UserError
-from cosinegate.evaluate import load_checkpoint
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics
 from cosinegate.run import train
+from cosinegate.saved import load_checkpoint
 
 GATES = sorted(path.stem for path in (ROOT / "conf" / "gate").glob("*.yaml"))
 LOSS = {"aig": "per_block", "random": "plain", "fixed": "plain", "drop": "plain"}
@@ -271,6 +271,7 @@ BAD = [
     (["+experiment=predictive_balanced", "gate.quantile.worth=[3,2,1,0]"], "gate.exits", "gate.quantile.worth=null"),
     (["gate=exit", "objective=predictive", "optimizer.decay_gates=false"], "objective.tau_target", "0.778"),
     (["objective.lambda_exit=-1"], "objective.lambda_exit", "at least 0"),
+    (["gate.exit_classifier=own"], "gate.exit_classifier", "gate=exit"),
     (["objective.bounds=2"], "objective.bounds", "from 0 to 1"),
     (["objective.targets=[0.5]"], "objective.targets", "9 shares", "objective.target=block"),
     (["objective.reinforce.alpha=-1"], "objective.reinforce.alpha", "at least 0"),

@@ -91,8 +91,10 @@ def test_calibrated_gates_take_the_quantile_of_the_global_batch(tmp_path):
 
 
 @pytest.mark.slow
-def test_exits_are_the_same_in_two_processes(tmp_path):
+@pytest.mark.parametrize("classifier", ["shared", "own"])
+def test_exits_are_the_same_in_two_processes(classifier, tmp_path):
     exits = ["gate=exit", "network.blocks=[1,1,3]", "gate.quantile.fit=200", "objective.lambda_exit=0.1"]
+    exits += [f"gate.exit_classifier={classifier}"]
     exits += ["objective.tau_target=0.7", "objective.warmup_epochs=0", "objective.start_epoch=1"]
     exact = ["trainer.precision=64-true", "trainer.max_epochs=2", "trainer.limit_train_batches=6"]
     one, two = (trained(tmp_path / str(n), n, *exits, *exact, experiment="digits_predictive")[0] for n in (1, 2))

@@ -105,6 +105,13 @@ class Shortcut(Enum):
     projection = "projection"
 
 
+class Classifier(Enum):
+    """What tells the class of an image that leaves at an exit."""
+
+    shared = "shared"  # the network's own, at every exit
+    own = "own"  # each exit's, of all statistics that the look takes, fitted to a network that it does not change
+
+
 class Annealing(Enum):
     """How the temperature goes from its first to its last value over a run."""
 

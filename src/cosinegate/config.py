@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cosinegate.choices import Calibration, Credit, GateKind, Look, Polarity, Sharing, Signal
+from cosinegate.choices import Calibration, Classifier, Credit, GateKind, Look, Polarity, Sharing, Signal
 from cosinegate.errors import UserError
 
 # The keys that say where and how a run is kept or shown, not what it computes: they are no part of its identity.
@@ -20,6 +20,7 @@ NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 # Keys that came after runs had been trained, with the value by which a run is what it was without them.
 LATER = {"objective.lambda_full": 0.0, "objective.lambda_exit": 1.0, "gate.exits": False, "network.widths": None}
+LATER |= {"gate.exit_classifier": Classifier.shared, "trunk": None}
 
 LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
 DEEPEST, WIDEST = 1202, 4096
@@ -186,6 +187,7 @@ def validate(config: DictConfig) -> None:
     _check_reward(config)
     if config.objective.lambda_full > 0 and config.gate.kind is GateKind.none:
         raise UserError("objective.lambda_full: a dense network has no other path than the full one")
+    _check_trunk(config)
     _check_exits(config)
     predicted = config.gate.kind is GateKind.cosine and config.gate.signal is Signal.predicted
     if config.network.torchvision is not None and predicted and config.gate.predictor.look is Look.stage:
@@ -218,9 +220,24 @@ def _check_exits(config: DictConfig) -> None:
         "gate.predictor.switch_epoch=0": gate.predictor.switch_epoch == 0,  # training lets nobody leave: nothing pushes
         "objective.lambda_flops=0": config.objective.lambda_flops == 0,
     }
+    if gate.exit_classifier is Classifier.own and not gate.exits:
+        raise UserError("gate.exit_classifier = own: there is none without gate.exits=true; begin with gate=exit")
     lacking = [words for words, is_there in needed.items() if not is_there]
     if gate.exits and lacking:
         raise UserError(f"gate.exits = True: needs {lacking[0]}; begin with gate=exit objective=predictive")
+
+
+def _check_trunk(config: DictConfig) -> None:
+    """Ends with one line where a trunk that is held would leave nothing to learn."""
+    if config.trunk is None:
+        return
+    if not config.trunk:
+        raise UserError("trunk: give the folder of a dense run, as in trunk=runs/resnet20/...")
+    if config.gate.kind in (GateKind.none, GateKind.random, GateKind.fixed, GateKind.drop):
+        raise UserError(f"trunk = {config.trunk}: only gates learn then, and gate.kind={config.gate.kind.name} cannot")
+    if config.gate.exits and config.objective.lambda_exit > 0:
+        words = "is held as it is: exits can teach it nothing, which needs objective.lambda_exit=0"
+        raise UserError(f"trunk = {config.trunk}: {words}")
 
 
 def _check_reward(config: DictConfig) -> None:
@@ -282,6 +299,8 @@ def identity(config: DictConfig) -> str:
         for parent in parents:
             node = node[parent]
         del node[last]
+    if config.trunk:  # runs of several seeds, each from the trunk of its own, are one configuration
+        content["trunk"] = re.sub(rf"-s{config.seed}$", "", str(Path(config.trunk)))
     if content["gate"]["kind"] == GateKind.none.name:
         content["gate"], content["objective"] = {"kind": "none"}, None  # a dense network looks at nothing else of them
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]

@@ -5,29 +5,23 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from cosinegate import console
 from cosinegate.analysis.routes import Routes
-from cosinegate.build import build_module
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
 from cosinegate.callbacks.route_collector import RouteCollector
-from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.commands import EvaluateConfig
-from cosinegate.config import convolution_weights, is_batches, require_positive, validate
+from cosinegate.config import is_batches, require_positive
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.flops import dense_flops
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
-from cosinegate.foreign import first_line
 from cosinegate.lit import LitCosineGate
 from cosinegate.routing import RoutingSummary
 from cosinegate.run import asked_too_much, build_trainer, quiet
-from cosinegate.schema import Config
-
-SMALLEST_WEIGHT = 2  # bytes, in half precision
+from cosinegate.saved import checkpoint_path, load_checkpoint
 
 
 def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
@@ -109,40 +103,3 @@ def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ..
     )
     console.say(f"FLOPs counted {flops['counted']:.3f}   executed {flops['executed']:.3f}   (dense network = 1)")
     console.show_routing(summary, classes)
-
-
-def checkpoint_path(run: Path, which: str) -> Path:
-    """The checkpoint that a run's folder or a file's path names."""
-    if run.is_file():
-        return run
-    if not run.is_dir():
-        raise UserError(f"run = {run}: no such folder or file")
-    path = run / "checkpoints" / f"{which}.ckpt"
-    if not path.is_file():
-        raise UserError(f"run = {run}: has no checkpoints/{which}.ckpt; give a run's folder or a checkpoint file")
-    return path
-
-
-def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
-    """The module with the checkpoint's weights, and the config it was trained with."""
-    stored = read_checkpoint(path)
-    try:
-        config = OmegaConf.merge(OmegaConf.structured(Config), stored["hyper_parameters"])
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise UserError(f"{path} was written by another version: {first_line(error)}") from error
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise UserError(f"{path} was written by another version: it has no {missing[0]}")
-    config.callbacks, config.logger = {}, {}  # a file's `_target_` is nothing to call
-    try:
-        try:
-            validate(config)
-        except UserError as error:
-            raise UserError(f"changed, or written by another version: {error}") from error
-        if convolution_weights(config.network) * SMALLEST_WEIGHT > path.stat().st_size:
-            raise UserError(f"a file of {path.stat().st_size} bytes does not hold the network that it asks for")
-        module = build_module(config)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    load_weights(module, stored, path)
-    return module, config

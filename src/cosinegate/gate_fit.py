@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosinegate.calibration import CHUNK, RECENT
-from cosinegate.gates.exit import ExitGate
-from cosinegate.gates.predictive import PredictiveGate
+from cosinegate.gates.exit import ExitClassifier, ExitGate, doubt
+from cosinegate.gates.predictive import STATISTICS, PredictiveGate
 from cosinegate.networks import ResNet
+from cosinegate.objective import divergence
 from cosinegate.processes import sum_over_processes
 from cosinegate.skip_cost import learned, skip_cost
 
@@ -17,6 +18,7 @@ Error = Callable[[Tensor, Tensor], Tensor]
 
 PASSES, BATCH, RATE = 93.75, 512, 0.01  # over the images by Adam, its rate falling to zero along a cosine
 EXIT_PASSES = 10  # of exits, where every image is as many maps as there are exits
+CLASSIFIER_PASSES, LEAST_STEPS, DECAY = 10, 300, 1e-4  # of the exits' own classifiers
 
 
 def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> None:
@@ -24,10 +26,7 @@ def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> N
     was_training = network.training
     network.eval()
     if network.blocks[places[0]].leaves:
-        gate = network.blocks[places[0]].gate  # whose policy is that of all
-        seen, flips = _at_exits(network, places, images)  # (E, B, F), (E, B)
-        _regress(gate, seen.flatten(0, 1), flips.flatten(), F.binary_cross_entropy_with_logits, EXIT_PASSES)
-        _remember_exits(gate, seen[:, -RECENT:])
+        _fit_exits([network.blocks[place].gate for place in places], *_at_exits(network, places, images), target)
     else:
         for place, (seen, cost) in _measured(network, places, images, target).items():
             gate = network.blocks[place].gate
@@ -38,19 +37,54 @@ def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> N
 
 @torch.no_grad()
 def _at_exits(network: ResNet, places: list[int], images: Tensor) -> tuple[Tensor, Tensor]:
-    """What the policy sees of the images before each of these E blocks (E, B, F), and what it is to say there: whether
-    the whole network would call them something else (E, B)."""
-    shown, flips = [], []
+    """The statistics of the images before each of these E blocks (E, B, 3C), and the whole network's scores (B, K)."""
+    shown, scores = [], []
     for part in images.split(CHUNK):
-        x, seen, classes = network.stem(part), [], []
+        x, seen = network.stem(part), []
         for place, block in enumerate(network.blocks):
             if place in places:
-                seen.append(block.gate.seen_of(x))
-                classes.append(network.classify(x).argmax(1))
+                seen.append(block.gate.statistics(x))
             x = block.route(x, torch.ones(len(x), device=x.device))
         shown.append(torch.stack(seen))
-        flips.append((torch.stack(classes) != network.classify(x).argmax(1)).to(seen[0].dtype))
-    return torch.cat(shown, dim=1), torch.cat(flips, dim=1)
+        scores.append(network.classify(x))
+    return torch.cat(shown, dim=1), torch.cat(scores)
+
+
+def _fit_exits(gates: list[ExitGate], statistics: Tensor, whole: Tensor, target: Tensor) -> None:
+    """The exits' own classifiers, if they have any, to the images' classes and to what the whole network says; then the
+    policy to whether it would call an image something else than the exit does."""
+    for gate, of_exit in zip(gates, statistics, strict=True):
+        if gate.own is not None:
+            _fit_classifier(gate.own, of_exit, whole, target)
+    scores = torch.stack([gate.scores(of_exit) for gate, of_exit in zip(gates, statistics, strict=True)])
+    seen = torch.cat((statistics, torch.stack([doubt(of_exit) for of_exit in scores])), dim=2)
+    flips = (scores.argmax(2) != whole.argmax(1)).to(seen.dtype)
+    first = gates[0]  # whose policy is that of all
+    if first.own is not None:
+        first.standardise.learn_anew(seen.flatten(0, 1), slice(-1, None))  # they tell another doubt than before
+    _regress(first, seen.flatten(0, 1), flips.flatten(), F.binary_cross_entropy_with_logits, EXIT_PASSES)
+    _remember_exits(first, seen[:, -RECENT:])
+
+
+def _fit_classifier(own: ExitClassifier, statistics: Tensor, whole: Tensor, target: Tensor) -> None:
+    """From the start, of statistics that have mean 0 and deviation 1, which the weights then do themselves."""
+    mean, deviation = statistics.mean(0), statistics.std(0, correction=0).clamp_min(1e-3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        channels, (hidden, _) = len(mean) // STATISTICS, own.w1.weight.shape
+        learner = ExitClassifier(channels, hidden, own.w2.out_features).to(statistics)
+
+    def error(drawn: Tensor) -> Tensor:
+        with torch.autocast(statistics.device.type, enabled=False):
+            scores = learner((statistics[drawn] - mean) / deviation)
+            return F.cross_entropy(scores, target[drawn]) + divergence(scores, whole[drawn])
+
+    passes = max(CLASSIFIER_PASSES, LEAST_STEPS * min(BATCH, len(statistics)) / len(statistics))
+    _minimise(list(learner.parameters()), error, len(statistics), passes, DECAY)
+    with torch.no_grad():
+        learner.w1.weight /= deviation
+        learner.w1.bias -= learner.w1.weight @ mean
+    own.load_state_dict(learner.state_dict())
 
 
 @torch.no_grad()
@@ -83,15 +117,22 @@ def _remember_exits(gate: ExitGate, seen: Tensor) -> None:
 
 def _regress(gate: PredictiveGate, seen: Tensor, wanted: Tensor, error: Error, passes: float) -> None:
     parameters = list(gate.controller.parameters())
-    adam = torch.optim.Adam(parameters, RATE)
-    batch = min(BATCH, len(seen))
-    steps = round(passes * len(seen) / batch)
+    _minimise(parameters, lambda drawn: error(gate.price(seen[drawn]), wanted[drawn]), len(seen), passes)
+
+
+def _minimise(
+    parameters: list[nn.Parameter], error: Callable[[Tensor], Tensor], number: int, passes: float, decay: float = 0.0
+) -> None:
+    """The error of images, of which it is given some of so many."""
+    adam = torch.optim.Adam(parameters, RATE, weight_decay=decay)
+    batch = min(BATCH, number)
+    steps = round(passes * number / batch)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     drawn = torch.Generator().manual_seed(0)  # not the run's own: an epoch's noise does not depend on this
     for _ in range(steps):
-        some = torch.randint(len(seen), (batch,), generator=drawn).to(seen.device)
+        some = torch.randint(number, (batch,), generator=drawn).to(parameters[0].device)
         adam.zero_grad()
-        error(gate.price(seen[some]), wanted[some]).backward()
+        error(some).backward()
         adam.step()
         schedule.step()
     for parameter in parameters:

@@ -148,12 +148,12 @@ class Objective(nn.Module):
     def full_loss(self, scores: Tensor, target: Tensor, full: Tensor) -> Tensor:
         """The cross-entropy of the full path's scores (B, classes), and how far those of the routed images diverge from
         them: the full path teaches the routed ones, and images that skip a block still teach that block."""
-        return self._weight * (F.cross_entropy(full, target) + _divergence(scores, full.detach()))
+        return self._weight * (F.cross_entropy(full, target) + divergence(scores, full.detach()))
 
     def exit_loss(self, exits: Tensor, target: Tensor, scores: Tensor) -> Tensor:
         """The mean over exits (E, B, classes) of their cross-entropy, and of how far they diverge from the whole
         network's scores (B, classes), which teach them."""
-        taught = [F.cross_entropy(early, target) + _divergence(early, scores.detach()) for early in exits]
+        taught = [F.cross_entropy(early, target) + divergence(early, scores.detach()) for early in exits]
         return self._weight * torch.stack(taught).mean()
 
     @staticmethod
@@ -188,7 +188,7 @@ class Objective(nn.Module):
         return Losses(total + self.reward_weight * reward, ce, cons, flops, predict, price, reward, of_full, of_exits)
 
 
-def _divergence(scores: Tensor, teacher: Tensor) -> Tensor:
+def divergence(scores: Tensor, teacher: Tensor) -> Tensor:
     """Of the prediction from the teacher's, the mean over the batch."""
     own, taught_by = (_at_least_float32(some).log_softmax(1) for some in (scores, teacher))
     return F.kl_div(own, taught_by, reduction="batchmean", log_target=True)

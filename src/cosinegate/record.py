@@ -33,7 +33,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("epochs.done", "accuracy.last_epoch", "accuracy.best_epoch"), (0, 10**9)),
     **dict.fromkeys(("flops.counted", "flops.executed", "dynamic_blocks"), (0, 10**6)),
     **dict.fromkeys(("latency_ms", "images_per_second", "seconds", "paths"), (0, 1e12)),
-    "epochs.planned": (1, 10**9),
+    **dict.fromkeys(("epochs.planned", "trunk.epochs"), (1, 10**9)),
     "flops.dense_per_image": (0, 1e18),
     "latency.time_ratio": (0, 1e6),
     "seed": (0, 2**32 - 1),

@@ -51,7 +51,9 @@ from cosinegate.schema import NetworkConfig
 from cosinegate.seal import is_intact
 from cosinegate.stop import Stopped, StopRequest, taking_signals
 from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
+from cosinegate.trunk import take_trunk
 
+HELD = r"Found \d+ module\(s\) in eval mode at the start of training"  # a trunk that is held is
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -73,6 +75,9 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     _say_where_no_budget_is_asked_for(config)
     data = ImageData(config.data, config.seed)
     module = build_module(config)
+    if config.trunk is not None:
+        facts["trunk"] = take_trunk(module, config)
+        warnings.filterwarnings("ignore", HELD)
     metrics = MetricsCSV(folder)
     statistics, executed = GateStatistics(), ExecutedFlops(dense_flops(module.network, data.image_set.shape))
     record = RunRecord(folder, metrics, facts)

@@ -12,6 +12,7 @@ from omegaconf import MISSING
 from cosinegate.choices import (
     Annealing,
     Calibration,
+    Classifier,
     Credit,
     Dataset,
     GateKind,
@@ -102,6 +103,7 @@ class GateConfig:
     measure: Measure = Measure.cir
     first_blocks: bool = True  # whether the first block of each stage has a gate
     exits: bool = False  # one policy, for the last stage alone: where an image leaves it
+    exit_classifier: Classifier = Classifier.shared
     calibration: Calibration = Calibration.none
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     quantile: QuantileConfig = field(default_factory=QuantileConfig)
@@ -194,6 +196,7 @@ class Config:
     run_dir: str | None = None  # none: runs_dir/name/<hash of the config>-s<seed>
     sweep: str | None = None  # the sweep that the run is a job of
     save_minutes: float = 10.0  # the longest time in an epoch without a checkpoint
+    trunk: str | None = None  # a dense run, whose network this one's gates are given and leave as it is
     data: DataConfig = MISSING
     network: NetworkConfig = MISSING
     gate: GateConfig = MISSING

@@ -54,7 +54,8 @@ class Run:
         depth, width = settings.get("network.depth"), settings.get("network.width")
         built = "network-not-recorded" if depth is None else f"resnet{depth}-w{width}"
         network = record.get("network") or built
-        return record["data"], network, record["epochs"]["planned"], record["selected_on"]
+        epochs = found(record, "trunk.epochs") or record["epochs"]["planned"]  # of the network, not of gates alone
+        return record["data"], network, epochs, record["selected_on"]
 
     def cost(self, x: str) -> float | None:
         return COSTS[x](self.record)

@@ -4,11 +4,16 @@ import math
 from typing import Any
 
 import lightning.pytorch as L
+import torch
+from torch import Tensor
 
 from cosinegate.calibration import Quantile, calibrate
+from cosinegate.data.module import ImageData
 from cosinegate.gate_fit import fit
+from cosinegate.gates import Gate
 from cosinegate.lit import LitCosineGate
 
+MOST = 16384  # images that thresholds are found from, whose maps are in memory all at once
 IMAGES = 2048  # training images, as evaluation sees them: neither cropped nor mirrored
 
 
@@ -36,8 +41,15 @@ class Calibrated(L.Callback):
                 never = budget.never_opened()
                 places = [p for p in pl_module.places if not never[pl_module.network.blocks[p].gate.opening.place]]
                 if places:
-                    fit(pl_module.network, places, images[: self.fitted_to], target[: self.fitted_to])
+                    fit(pl_module.network, places, *self._fitted(images, target, trainer.datamodule, gates[0]))
             shares = budget.shares()
             if budget.by_chance:  # which is for training: evaluation computes what will be computed
                 shares = [float(share > 0) for share in shares]
-            calibrate(pl_module.network, shares, images)
+            calibrate(pl_module.network, shares, images[:MOST])
+
+    def _fitted(self, images: Tensor, target: Tensor, data: ImageData, gate: Gate) -> tuple[Tensor, Tensor]:
+        """Whole images; what classifiers of exits learn anew they learn of mirrored ones too, where training does."""
+        images, target = images[: self.fitted_to], target[: self.fitted_to]
+        if getattr(gate, "own", None) is None or not data.config.flip:
+            return images, target
+        return torch.cat((images, images.flip(3))), target.repeat(2)

@@ -24,14 +24,14 @@ from cosinegate.deploy.int8 import CALIBRATION_IMAGES
 from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.specialise import settled
-from cosinegate.deploy.trained import Trained, chosen_path, is_the_records, load_trained, run_folder_of
+from cosinegate.deploy.trained import Trained, is_the_records, load_trained, run_folder_of
 from cosinegate.deploy.ways import IMAGES_A_ROUND, Model, Run, Ways
 from cosinegate.errors import UserError
-from cosinegate.evaluate import load_checkpoint
 from cosinegate.files import require_writable, write_atomically
 from cosinegate.lock import is_locked, locked
 from cosinegate.record import now, provenance, read_record, write_record
 from cosinegate.run import network_name
+from cosinegate.saved import chosen_path, load_checkpoint
 
 ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs
 MANY = 64

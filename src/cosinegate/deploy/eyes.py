@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cosinegate import geometry
 from cosinegate.deploy.heads import GateHead
 from cosinegate.gates import STATISTICS, Seen
-from cosinegate.gates.exit import doubt
+from cosinegate.gates.exit import ExitClassifier, doubt, told
 from cosinegate.gates.random import fingerprint
 from cosinegate.gates.skipnet_recurrent import Cell
 
@@ -38,31 +38,41 @@ class Statistics(Eye):
         return geometry.pooled_statistics(x)
 
 
+def classifier(channels: int, classes: int, own: int | None) -> nn.Linear | ExitClassifier:
+    """A network's, of a map's means, or an exit's with so many units of its `own`, of all statistics."""
+    return nn.Linear(channels, classes) if own is None else ExitClassifier(channels, own, classes)
+
+
 class ExitEye(Eye):
-    """The score of the channels' statistics and of the doubt about the class; that of an image which has left is minus
-    infinity, as no block is open to it. It has left if what the eye before saw lay below `past`, the threshold there.
+    """The score (B, 1) of the channels' statistics and of the doubt about the class, and the class scores (B, K) with
+    which an image would leave. One which has left keeps its own, and no block is open to it: its score is minus
+    infinity. It has left if the score of the eye before lay below `past`, the threshold there.
     """
 
     kind = "exit"
     carries = True
 
-    def __init__(self, channels: int, hidden: int, classes: int) -> None:
+    def __init__(self, channels: int, hidden: int, classes: int, own: int | None = None) -> None:
         super().__init__()
-        self.classifier = nn.Linear(channels, classes)  # a copy of the network's
+        self.sizes = {"channels": channels, "hidden": hidden, "classes": classes, "own": own}
+        self.classifier = classifier(channels, classes, own)  # a copy of the network's, or the exit's own
         self.layers = GateHead(STATISTICS * channels + 1, hidden)
         self.register_buffer("past", torch.tensor(-math.inf))
 
-    def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
-        return self.scored(geometry.pooled_statistics(x).chunk(STATISTICS, dim=1), seen)
+    def forward(self, x: Tensor, seen: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        return self.scored(geometry.pooled_statistics(x), seen)
 
-    def scored(self, statistics: tuple[Tensor, ...], seen: Tensor | None) -> Tensor:
-        """Of the channels' means (B, C) first, and the other statistics."""
-        score = self.layers.score(torch.cat((*statistics, doubt(self.classifier(statistics[0]))), dim=1))
-        return score if seen is None else torch.where(seen > self.past, score, -math.inf)
+    def scored(self, statistics: Tensor, seen: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Of statistics (B, 3C)."""
+        said = told(self.classifier, statistics)
+        score = self.layers.score(torch.cat((statistics, doubt(said)), dim=1))
+        if seen is None:
+            return score, said
+        is_here = seen[0] > self.past
+        return torch.where(is_here, score, -math.inf), torch.where(is_here, said, seen[1])
 
     def described(self) -> dict[str, Any]:
-        sizes = {"channels": self.classifier.in_features, "classes": self.classifier.out_features}
-        return super().described() | sizes | {"hidden": self.layers.w1.out_features}
+        return super().described() | self.sizes
 
 
 class Mean(Eye):

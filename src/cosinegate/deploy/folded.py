@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from cosinegate import geometry
-from cosinegate.deploy.eyes import Eye
+from cosinegate.deploy.eyes import ExitEye, Eye
 from cosinegate.deploy.gates import deployed
 from cosinegate.deploy.heads import Head
 from cosinegate.errors import UserError
 from cosinegate.gates import Seen
+from cosinegate.gates.exit import ExitClassifier
 from cosinegate.networks import GatedNetwork, ResidualBlock
 from cosinegate.networks.block import PadShortcut
 
@@ -48,11 +49,15 @@ class FoldedNetwork(nn.Module):
     """Stem, blocks and head. Its forward is the masked form: F for all, and the identity where a gate is closed."""
 
     def __init__(
-        self, stem: nn.Conv2d, blocks: list[FoldedBlock], head: nn.Linear, size: tuple[int, int] | None
+        self, stem: nn.Conv2d, blocks: list[FoldedBlock], head: nn.Linear | ExitClassifier, size: tuple[int, int] | None
     ) -> None:
         super().__init__()
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
         self.size = size  # (H, W) of the images that it was trained on, where that is known
+
+    @property
+    def classes(self) -> int:
+        return self.head.w2.out_features if isinstance(self.head, ExitClassifier) else self.head.out_features
 
     def check(self, images: Tensor) -> None:
         """Ends with one line where images are not such as the network was trained on."""
@@ -81,7 +86,19 @@ class FoldedNetwork(nn.Module):
                 x = block.full(x)
             else:
                 x = torch.where(block.head(seen)[:, :, None, None], block.full(x), block.identity(x))
-        return self.head(geometry.global_average_pool(x))
+        return self.answer(self.classify(x), seen)
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Class scores of the last map. The head is that of an exit where no image passes it."""
+        own = isinstance(self.head, ExitClassifier)
+        return self.head(geometry.pooled_statistics(x) if own else geometry.global_average_pool(x))
+
+    def answer(self, scores: Tensor, seen: Seen) -> Tensor:
+        """Those of the last map, but for images that left at an exit, which have that exit's."""
+        last = next((block for block in reversed(self.blocks) if block.head is not None), None)
+        if last is None or not isinstance(last.eye, ExitEye):
+            return scores
+        return torch.where(last.head(seen), scores, seen[1])
 
 
 def folded(network: GatedNetwork, size: tuple[int, int] | None = None) -> FoldedNetwork:

@@ -14,10 +14,11 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from cosinegate import console, geometry
+from cosinegate import console
 from cosinegate.choices import MeasuredOn, Validation
 from cosinegate.commands import CalibrateConfig
 from cosinegate.config import require_positive
+from cosinegate.deploy.eyes import ExitEye
 from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.skipping import SkippingNetwork
@@ -95,10 +96,15 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
 @torch.no_grad()
 def forced(network: FoldedNetwork, images: Tensor, gates: Tensor) -> Tensor:
     """Class scores of images that are given gates (B, N), whatever the network's own would be."""
-    x = torch.relu(network.stem(images))
+    x, said = torch.relu(network.stem(images)), []
     for block, gate in zip(network.blocks, gates.T, strict=True):
+        if isinstance(block.eye, ExitEye):
+            said.append((block.eye(x, None)[1], gate))
         x = torch.where(gate[:, None, None, None], block.full(x), block.identity(x))
-    return network.head(geometry.global_average_pool(x))
+    scores = network.classify(x)
+    for at_exit, gate in reversed(said):  # the first that is closed is where an image leaves
+        scores = torch.where(gate[:, None], scores, at_exit)
+    return scores
 
 
 def _accuracy(network: FoldedNetwork, images: Tensor, labels: Tensor, gates: Tensor) -> float:

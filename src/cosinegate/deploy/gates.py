@@ -67,8 +67,9 @@ def _predictive(gate: PredictiveGate) -> tuple[Eye, Head]:
 
 
 def _exit(gate: ExitGate) -> tuple[Eye, Head]:
-    [before], [classifier], (_, head) = gate.before, gate.classifier, _predictive(gate)
-    eye = ExitEye(classifier.in_features, head.w1.out_features, classifier.out_features)
+    [before], classifier, (_, head) = gate.before, gate.classifier, _predictive(gate)
+    [network], own = gate.shared, gate.own and gate.own.w1.out_features
+    eye = ExitEye(network.in_features, head.w1.out_features, network.out_features, own)
     eye.layers, eye.classifier = head, copy.deepcopy(classifier)
     if before is not None:
         eye.past.fill_(before.turn)

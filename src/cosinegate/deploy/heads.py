@@ -51,12 +51,12 @@ class GateHead(Head):
 
 
 class TurnHead(Head):
-    """Of a score that was seen already, (B, 1)."""
+    """Of a score (B, 1) that an exit's eye has seen already."""
 
     kind = "turn"
 
-    def score(self, seen: Tensor) -> Tensor:
-        return seen
+    def score(self, seen: tuple[Tensor, Tensor]) -> Tensor:
+        return seen[0]
 
 
 class AttentionHead(Head):

@@ -26,6 +26,7 @@ from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
 from cosinegate.gates import Seen
+from cosinegate.gates.exit import ExitClassifier
 from cosinegate.networks.block import PadShortcut
 
 
@@ -54,8 +55,7 @@ class OnnxForm(nn.Module):
                 is_open = block.head(seen)
                 gates.append(is_open)
                 x = self.route(block, is_open, x)
-        pooled, stayed = self.leave(list(blocks[exits:]), x)
-        scores = self.network.head(pooled)
+        scores, stayed = self.leave(list(blocks[exits:]), x)
         gates += [stayed] if any(block.head is not None for block in blocks[exits:]) else []
         return (scores, torch.cat(gates, dim=1)) if gates else (scores,)
 
@@ -63,9 +63,14 @@ class OnnxForm(nn.Module):
         raise NotImplementedError
 
     def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean over the map (B, C) with which each image leaves, and which of the gates of these blocks, of which
-        each has its exit before it, were open to it (B, G)."""
+        """The class scores (B, K) with which each image leaves, and which of the gates of these blocks, of which each
+        has its exit before it, were open to it (B, G)."""
         raise NotImplementedError
+
+    def classify(self, x: Tensor) -> Tensor:
+        """As the network does, by those reductions."""
+        head = self.network.head
+        return head(torch.cat(_statistics(x), dim=1) if isinstance(head, ExitClassifier) else x.mean((2, 3)))
 
 
 class BranchForm(OnnxForm):
@@ -75,22 +80,23 @@ class BranchForm(OnnxForm):
     def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
         number = sum(block.head is not None for block in blocks)
 
-        def go(x: Tensor, passed: int) -> tuple[Tensor, Tensor]:
-            opened = x.new_ones(1, passed, dtype=torch.bool), x.new_zeros(1, number - passed, dtype=torch.bool)
-            return x.mean((2, 3)), torch.cat(opened, dim=1)
+        def go(scores: Tensor, passed: int) -> tuple[Tensor, Tensor]:
+            ones = scores.new_ones(1, passed, dtype=torch.bool)
+            return scores, torch.cat((ones, scores.new_zeros(1, number - passed, dtype=torch.bool)), dim=1)
 
         def onward(blocks: list[FoldedBlock], x: Tensor, passed: int) -> tuple[Tensor, Tensor]:
             if not blocks:
-                return go(x, passed)
+                return go(self.classify(x), passed)
             block, *later = blocks
             if block.head is None:
                 return onward(later, x if block.removed else block.full(x), passed)
 
-            def stay(x: Tensor) -> tuple[Tensor, Tensor]:
+            def stay(x: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
                 return onward(later, in_branch(block)(x), passed + 1)
 
-            is_open = block.head(look(block.eye, x, None))
-            return torch.cond(is_open.reshape([]), stay, lambda x: go(x, passed), (x,))
+            seen = look(block.eye, x, None)
+            is_open = block.head(seen)
+            return torch.cond(is_open.reshape([]), stay, lambda x, said: go(said.clone(), passed), (x, seen[1]))
 
         return onward(blocks, x, 0)
 
@@ -101,18 +107,22 @@ class BatchForm(OnnxForm):
         return block.identity(x).index_copy(0, computed, block.full(x[computed]))
 
     def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
-        pooled, gates = x.mean((2, 3)), [x.new_zeros(x.shape[0], 0, dtype=torch.bool)]
-        nobody = torch.zeros_like(pooled[:, :1], dtype=torch.bool)
+        gates = [x.new_zeros(x.shape[0], 0, dtype=torch.bool)]
+        if not blocks:
+            return self.classify(x), gates[0]
+        nobody = torch.zeros_like(x[:, :1, 0, 0], dtype=torch.bool)
         here = torch.ones_like(nobody).nonzero()[:, 0]  # which images the maps in x are of
+        scores = x.new_zeros(x.shape[0], self.network.classes)
         for block in blocks:
             if block.head is not None:
-                stays = block.head(look(block.eye, x, None)).squeeze(1).nonzero().squeeze(1)
+                seen = look(block.eye, x, None)
+                scores = scores.index_copy(0, here, seen[1])
+                stays = block.head(seen).squeeze(1).nonzero().squeeze(1)
                 x, here = x[stays], here[stays]
                 gates.append(nobody.index_fill(0, here, True))
             if not block.removed:
                 x = block.full(x)
-                pooled = pooled.index_copy(0, here, x.mean((2, 3)))
-        return pooled, torch.cat(gates, dim=1)
+        return scores.index_copy(0, here, self.classify(x)), torch.cat(gates, dim=1)
 
 
 def as_convolution(pad: PadShortcut, channels: int) -> nn.Conv2d:
@@ -141,7 +151,7 @@ def look(eye: Eye, x: Tensor, seen: Seen) -> Seen:
     if isinstance(eye, Statistics):
         return torch.cat(_statistics(x), dim=1)
     if isinstance(eye, ExitEye):
-        return eye.scored(_statistics(x), seen)
+        return eye.scored(torch.cat(_statistics(x), dim=1), seen)
     return x.mean((2, 3)) if isinstance(eye, Mean) else eye(x, seen)
 
 

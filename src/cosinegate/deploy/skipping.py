@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from cosinegate import geometry
 from cosinegate.deploy.eyes import ExitEye, Eye
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
 from cosinegate.gates import Seen
@@ -139,10 +138,11 @@ def _look(eye: Eye, x: Tensor, seen: Seen) -> Seen:
     """What the eye sees; an exit's looks at those alone that have not left, which stand first."""
     if not isinstance(eye, ExitEye) or seen is None:
         return eye(x, seen)
-    number, score = int((seen > eye.past).sum()), torch.full_like(seen, -torch.inf)
+    before, said = seen
+    number, score = int((before > eye.past).sum()), torch.full_like(before, -torch.inf)
     if number > 0:
-        score[:number] = eye(x[:number], None)
-    return score
+        score[:number], said[:number] = eye(x[:number], None)
+    return score, said
 
 
 def _looks_back(later: Iterable[FoldedBlock]) -> bool:
@@ -162,6 +162,7 @@ class SkippingNetwork:
         self.network = network.eval().to(memory_format=torch.channels_last)
         self.stem, self.blocks = FusedConv(network.stem), [RuntimeBlock(block) for block in network.blocks]
         self.looked_back = [_looks_back(network.blocks[place + 1 :]) for place in range(len(network.blocks))]
+        self.exits = any(isinstance(block.eye, ExitEye) for block in network.blocks)
         self.micro_batch = micro_batch
         self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) if workers else None
         self.gates: Tensor | None = None
@@ -171,7 +172,7 @@ class SkippingNetwork:
         self.network.check(images)
         self.gates = torch.ones(len(images), len(self.blocks), dtype=torch.bool)
         if len(images) == 0:
-            return images.new_zeros(0, self.network.head.out_features)
+            return images.new_zeros(0, self.network.classes)
         parts = images.split(self.micro_batch), self.gates.split(self.micro_batch)
         return torch.cat(list((self.pool.map if self.pool else map)(self._run, *parts)))
 
@@ -185,4 +186,7 @@ class SkippingNetwork:
             x = block(x, seen, places, gates[:, place])
             if self.looked_back[place]:
                 seen = places.follow(seen)
-        return places.in_own_places(self.network.head(geometry.global_average_pool(x)))
+        scores = self.network.classify(x)
+        if self.exits:
+            scores = self.network.answer(scores, places.follow(seen))
+        return places.in_own_places(scores)

@@ -32,12 +32,14 @@ def settled(network: FoldedNetwork) -> tuple[FoldedNetwork, list[dict[str, Any]]
 def _without_constant_gates(
     network: FoldedNetwork, shares: list[float], tolerance: float
 ) -> tuple[FoldedNetwork, list[dict[str, Any]]]:
-    made, changes, may_have_left = copy.deepcopy(network), [], False
+    made, changes, may_have_left, gone = copy.deepcopy(network), [], False, False
     for place, (block, share) in enumerate(zip(made.blocks, shares, strict=True)):
         if block.head is None or block.removed:
             continue
         is_exit = isinstance(block.eye, ExitEye)
-        if share <= tolerance:
+        if share <= tolerance or gone:
+            if is_exit and not gone:  # the first exit that nobody passes is the network's end
+                made.head, gone = block.eye.classifier, True
             block.removed, block.head = True, None
             changes.append({"block": place, "done": "removed", "otherwise": share})
         elif share >= 1 - tolerance and not may_have_left:

@@ -14,10 +14,9 @@ from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.folded import FoldedNetwork, folded
 from cosinegate.errors import UserError
-from cosinegate.evaluate import checkpoint_path, load_checkpoint
 from cosinegate.gates import PredictiveGate
 from cosinegate.networks import ResNet
-from cosinegate.record import found, read_record
+from cosinegate.saved import chosen_path, load_checkpoint
 
 ROUNDING = 5e-4  # a budget is told with three digits
 
@@ -99,14 +98,6 @@ class Trained:
 def run_folder_of(checkpoint: Path) -> Path:
     """The folder of the run that a checkpoint belongs to, or the checkpoint's own."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
-
-
-def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
-    """The checkpoint that was asked for; if none was, the one that the record's test accuracy is of."""
-    if checkpoint is not None or not Path(run).is_dir():
-        return checkpoint_path(Path(run), (checkpoint or Checkpoint.last).name)
-    tested = found(read_record(Path(run)) or {}, "accuracy.test_of")
-    return checkpoint_path(Path(run), tested if tested in Checkpoint.__members__ else Checkpoint.last.name)
 
 
 def is_the_records(checkpoint: Path) -> bool:

@@ -9,17 +9,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from cosinegate.deploy.eyes import Statistics
+from cosinegate.deploy.eyes import Statistics, classifier
 from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
 from cosinegate.deploy.gates import built
 from cosinegate.deploy.heads import GateHead
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
 from cosinegate.foreign import read_json
+from cosinegate.gates.exit import ExitClassifier
 from cosinegate.networks.block import PadShortcut
 
-FORMAT = 4
-READ = (1, 2, 3, 4)  # in format 1 every gate was a predictive one; exits are told as they are now from format 4 on
+FORMAT = 5
+READ = (1, 2, 3, 4, 5)  # in format 1 every gate was a predictive one; exits may have their own classifiers from 5 on
 
 
 def described(network: FoldedNetwork) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def described(network: FoldedNetwork) -> dict[str, Any]:
         "in_channels": network.stem.in_channels,
         "size": network.size,
         "width": network.stem.out_channels,
-        "classes": network.head.out_features,
+        "classes": network.classes,
+        "own": network.head.w1.out_features if isinstance(network.head, ExitClassifier) else None,
         "blocks": [
             {
                 "inputs": block.conv1.in_channels,
@@ -55,7 +57,7 @@ def rebuilt(card: dict[str, Any], path: Path) -> FoldedNetwork:
         with torch.device("meta"):  # a card may claim any size: the memory is that of the file
             blocks = [_block(**block) for block in card["blocks"][: len(weights)]]
             stem = nn.Conv2d(card["in_channels"], card["width"], 3, padding=1)
-            head, size = nn.Linear(blocks[-1].conv1.out_channels, card["classes"]), card["size"]
+            head, size = classifier(blocks[-1].conv1.out_channels, card["classes"], card.get("own")), card["size"]
             network = FoldedNetwork(stem, blocks, head, size and tuple(size))
         missing, unknown = network.load_state_dict(weights, strict=False, assign=True)
         if unknown or not set(missing) <= _removed(network):

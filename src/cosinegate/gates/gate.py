@@ -76,6 +76,10 @@ class Gate(nn.Module):
         """Without F: what evaluation and deployment do."""
         raise NotImplementedError
 
+    def answer(self, seen: Seen, scores: Tensor) -> Tensor:
+        """Class scores (B, K), of which those of the network's end are `scores`. The last gate is asked."""
+        return scores
+
     def forward(self, seen: Seen, dots: Dots | None) -> Decision:
         """In training, where F runs for every sample. A gate that does not decide first is given x."""
         return self.decide(seen)

@@ -37,14 +37,25 @@ class Standardise(nn.Module):
         return (self.square - self.mean.square()).clamp_min(1e-6).sqrt()
 
     @torch.no_grad()
+    def learn_anew(self, seen: Tensor, features: slice) -> None:
+        """Of these features, whose meaning has changed: what they were is forgotten."""
+        mean, square = _moments(seen)
+        self.mean[features], self.square[features] = mean[features], square[features]
+
+    @torch.no_grad()
     def _learn(self, seen: Tensor) -> None:
-        sums = torch.cat((seen.sum(0), seen.square().sum(0), seen.new_tensor([len(seen)])))
-        *_, count = sums = sum_over_processes(sums)
-        mean, square = (sums[:-1] / count).chunk(2)
+        mean, square = _moments(seen)
         self.batches += 1
         weight = (1 / self.batches).clamp_min(MOMENTUM)
         self.mean.lerp_(mean, weight)
         self.square.lerp_(square, weight)
+
+
+def _moments(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """First and second ones of the features of (B, F), over all processes."""
+    sums = torch.cat((seen.sum(0), seen.square().sum(0), seen.new_tensor([len(seen)])))
+    *_, count = sums = sum_over_processes(sums)
+    return (sums[:-1] / count).chunk(2)
 
 
 class Predictor(nn.Module):

@@ -43,9 +43,26 @@ class GatedNetwork(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.detach_target = detach_target  # of the consistency term
         self.head = head
+        self.held = False  # whether all but the gates stay as they are
         for block in blocks:
             if block.leaves:
-                block.gate.classifier = (head,)
+                block.gate.show(head)
+
+    def hold_trunk(self) -> None:
+        """From now on training moves nothing but the gates: neither weights nor BatchNorm's moments."""
+        self.held = True
+        for part in self._trunk():
+            part.requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "GatedNetwork":
+        super().train(mode)
+        for part in self._trunk() if self.held else ():
+            part.eval()
+        return self
+
+    def _trunk(self) -> list[nn.Module]:
+        return [self.stem, self.head, *(part for block in self.blocks for part in (block.shortcut, block.residual))]
 
     def begin(self, images: Tensor) -> Seen:
         """What the gates know before the first block."""
@@ -64,7 +81,9 @@ class GatedNetwork(nn.Module):
             seen = block.look(x, seen)
             x, routing = block(x, seen)
             taken.append(routing)
-        logits = self.classify(x)
+        logits, last = self.classify(x), self.blocks[-1].gate
+        if last is not None and not self.training:
+            logits = last.answer(seen, logits)
         full = None
         if full_path:
             full = logits if parting is None else self._full_path(*parting)

@@ -13,9 +13,10 @@ from cosinegate.analysis.routes import Routes
 from cosinegate.config import is_number
 from cosinegate.console import say
 from cosinegate.errors import UserError
-from cosinegate.evaluate import checkpoint_path, find_routes, load_checkpoint
+from cosinegate.evaluate import find_routes
 from cosinegate.foreign import parse_yaml, read_text
 from cosinegate.record import PARTS, Row, found, read_metrics, read_record
+from cosinegate.saved import checkpoint_path, load_checkpoint
 
 BINS = 40  # of CIR
 CURVES = ("train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed", "schedule/prog")

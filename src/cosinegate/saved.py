@@ -1,0 +1,63 @@
+"""A run's trained network, by the run's folder or a checkpoint's path."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cosinegate.build import build_module
+from cosinegate.checkpoint import load_weights, read_checkpoint
+from cosinegate.choices import Checkpoint
+from cosinegate.config import convolution_weights, validate
+from cosinegate.errors import UserError
+from cosinegate.foreign import first_line
+from cosinegate.lit import LitCosineGate
+from cosinegate.record import found, read_record
+from cosinegate.schema import Config
+
+SMALLEST_WEIGHT = 2  # bytes, in half precision
+
+
+def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
+    """The checkpoint that was asked for; if none was, the one that the record's test accuracy is of."""
+    if checkpoint is not None or not Path(run).is_dir():
+        return checkpoint_path(Path(run), (checkpoint or Checkpoint.last).name)
+    tested = found(read_record(Path(run)) or {}, "accuracy.test_of")
+    return checkpoint_path(Path(run), tested if tested in Checkpoint.__members__ else Checkpoint.last.name)
+
+
+def checkpoint_path(run: Path, which: str) -> Path:
+    """The checkpoint that a run's folder or a file's path names."""
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise UserError(f"run = {run}: no such folder or file")
+    path = run / "checkpoints" / f"{which}.ckpt"
+    if not path.is_file():
+        raise UserError(f"run = {run}: has no checkpoints/{which}.ckpt; give a run's folder or a checkpoint file")
+    return path
+
+
+def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
+    """The module with the checkpoint's weights, and the config it was trained with."""
+    stored = read_checkpoint(path)
+    try:
+        config = OmegaConf.merge(OmegaConf.structured(Config), stored["hyper_parameters"])
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise UserError(f"{path} was written by another version: {first_line(error)}") from error
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise UserError(f"{path} was written by another version: it has no {missing[0]}")
+    config.callbacks, config.logger = {}, {}  # a file's `_target_` is nothing to call
+    try:
+        try:
+            validate(config)
+        except UserError as error:
+            raise UserError(f"changed, or written by another version: {error}") from error
+        if convolution_weights(config.network) * SMALLEST_WEIGHT > path.stat().st_size:
+            raise UserError(f"a file of {path.stat().st_size} bytes does not hold the network that it asks for")
+        module = build_module(config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    load_weights(module, stored, path)
+    return module, config
