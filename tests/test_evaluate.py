@@ -17,7 +17,7 @@ def run(tmp_path_factory):
 
 def test_evaluation_repeats_what_the_record_says(run):
     record, folder = run
-    done = process("src/evaluate.py", f"run={folder}", "json=true", afresh=True)
+    done = process("src/evaluate.py", f"run={folder}", "json=true")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["accuracy"] == record["accuracy"]["test"]

@@ -5,6 +5,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from conftest import config
@@ -15,6 +16,8 @@ from cosinegate import gate_fit
 from cosinegate.build import build_module
 from cosinegate.calibration import calibrate
 from cosinegate.callbacks.calibrated import Calibrated
+from cosinegate.callbacks.epoch_sums import EpochSums
+from cosinegate.callbacks.prediction import PredictionStatistics
 from cosinegate.deploy.folded import folded
 from cosinegate.deploy.frontier import forced
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
@@ -176,7 +179,8 @@ def test_the_policy_is_fitted_to_whether_the_class_would_change(form, rng, monke
     changed = {name for name, value in made.state_dict().items() if not torch.equal(value, before[name])}
     learned = {name for name in changed if "budget" not in name}
     assert any(".gate.controller." in name for name in learned)
-    may = (".gate.controller.", ".gate.own.", ".gate.standardise.") if form == OWN else (".gate.controller.",)
+    of_own = (".gate.own.", ".gate.standardise.", ".gate.predictor.") if form == OWN else ()
+    may = (".gate.controller.", *of_own)
     assert all(any(part in name for part in may) for name in learned)
     logits = torch.stack([made.blocks[3].gate.price(seen(made, place, x)) for place in PLACES])
     assert torch.equal(logits > 0, flips)  # 48 maps are learned by heart
@@ -184,23 +188,54 @@ def test_the_policy_is_fitted_to_whether_the_class_would_change(form, rng, monke
 
 def test_classifiers_of_their_own_are_fitted_to_the_classes_and_the_whole_network(rng):
     """Better than sklearn's linear one is by the same error; the policy then sees their doubt as it is now."""
-    made, x = network(rng, OWN).eval(), images(256, rng)
-    target = torch.randint(10, (256,), generator=rng)
+    made, x = network(rng, OWN).eval(), images(128, rng)
+    target = torch.randint(10, (128,), generator=rng)
     gate_fit.fit(made, PLACES, x, target)
     with torch.no_grad():  # both errors are one, but for a constant: to half the class and half what the network says
         taught = (at_exit(made, 6, x).softmax(1) + torch.nn.functional.one_hot(target, 10)) / 2
     least = -taught.xlogy(taught).sum(1).mean().item()
-    for place in PLACES:
+    for place in (PLACES[0], PLACES[-1]):
         with torch.no_grad():
             shown, scores = statistics(made, place, x), at_exit(made, place, x)
         shown = (shown - shown.mean(0)) / shown.std(0).clamp_min(1e-3)
-        rows = shown.repeat_interleave(10, 0), torch.arange(10).repeat(256), taught.flatten()
-        linear = LogisticRegression(C=1e4, max_iter=3000).fit(*(part.numpy() for part in rows))
+        rows = shown.repeat_interleave(10, 0), torch.arange(10).repeat(128), taught.flatten()
+        linear = LogisticRegression(C=1e4, max_iter=500).fit(*(part.numpy() for part in rows))
         linear = torch.from_numpy(linear.predict_log_proba(shown.numpy()))
         found, linear = (-(taught * logs).sum(1).mean().item() for logs in (scores.log_softmax(1), linear))
         assert least < found < linear
     doubts = made.blocks[3].gate.standardise(torch.cat([seen(made, place, x) for place in PLACES]))[:, -1]
     assert (doubts.mean().item(), doubts.std().item()) == pytest.approx((0, 1), abs=0.01)
+
+
+def test_the_predictor_is_fitted_to_the_exact_cir_and_what_is_logged_is_what_evaluation_decides_by(rng):
+    """R² and agreement, against the slow form: over whole images, by the thresholds of evaluation."""
+    made, x = network(rng, OWN).eval(), images(256, rng)
+    gate_fit.fit(made, PLACES, x, torch.randint(10, (256,), generator=rng))
+    calibrate(made, SHARES, x)
+    logged, callback = {}, PredictionStatistics(EpochSums())
+    callback.places = PLACES
+    plain = L.pytorch.plugins.Precision()
+    data = SimpleNamespace(whole_images=lambda split, number: (x[:number], None))
+    module = SimpleNamespace(network=made.train(), log_dict=lambda values, **_: logged.update(values))
+    callback.on_train_epoch_end(SimpleNamespace(datamodule=data, precision_plugin=plain), module)
+    assert made.training
+    made.eval()
+    agreement = []
+    for place in PLACES:
+        gate, y = made.blocks[place].gate, made.stem(x)
+        for block in made.blocks[:place]:
+            y = torch.relu(block.shortcut(y) + block.residual(y))
+        residual = made.blocks[place].residual(y).flatten(1)
+        exact = 1 - torch.nn.functional.cosine_similarity(y.flatten(1), residual)
+        shown = gate.standardise(seen(made, place, x))
+        predicted, offset = gate.predictor(shown), gate.controller(shown)
+        r2 = 1 - (exact - predicted).square().sum() / (exact - exact.mean()).square().sum()
+        assert logged[f"predict/r2_block_{place:02d}"].item() == pytest.approx(r2.item(), abs=1e-3)
+        assert r2 > 0.5
+        same = [gate.gamma * (value + offset) > gate.turn for value in (predicted, exact)]
+        agreement.append((same[0] == same[1]).float().mean().item())
+        assert logged[f"predict/agreement_block_{place:02d}"].item() == pytest.approx(agreement[-1], abs=0.01)
+    assert min(agreement) < 1
 
 
 def test_classifiers_learn_of_mirrored_images_where_training_mirrors(rng):

@@ -47,7 +47,9 @@ def assert_ends_with_one_line_and_goes_on(root: Path, fault: str, *words: str) -
     assert (read_record(folder)["status"], sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
 
 
-@pytest.mark.parametrize("fault", ["checkpoints do not fit", "records do not fit"])
+@pytest.mark.parametrize(
+    "fault", ["checkpoints do not fit", pytest.param("records do not fit", marks=pytest.mark.slow)]
+)
 def test_a_file_that_may_not_grow(fault, tmp_path):
     assert_ends_with_one_line_and_goes_on(tmp_path, fault, "cannot be written: File too large")
 
@@ -92,7 +94,9 @@ def test_two_processes_end_together_where_one_cannot_write(tmp_path):
     assert is_intact(folder / "checkpoints" / "last.ckpt")
 
 
-@pytest.mark.parametrize("devices", [[], TWO], ids=["one process", "two processes"])
+@pytest.mark.parametrize(
+    "devices", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one process", "two processes"]
+)
 def test_a_loss_that_is_not_finite(devices, tmp_path):
     ended = process("src/train.py", *CUT, *devices, "optimizer.lr=1e25", f"runs_dir={tmp_path}", **IN_TESTS)
     assert_one_line(ended, "the loss is nan in epoch 1, step 2: not_finite.pt has the state before it")

@@ -144,7 +144,7 @@ def deployable(run) -> Trained:
     return made
 
 
-def test_every_gate_that_decides_first_skips_and_is_exported_and_the_others_say_why_not(run, tmp_path):
+def test_every_gate_that_decides_first_skips_and_the_others_say_why_not(run, tmp_path):
     if run.gate in WHY_NOT:
         with pytest.raises(UserError, match=re.escape(WHY_NOT[run.gate])):
             load_trained(str(run.folder))
@@ -163,17 +163,31 @@ def test_every_gate_that_decides_first_skips_and_is_exported_and_the_others_say_
     if run.gate == "random":
         with pytest.raises(UserError, match="cannot be exported"):
             require_exportable(made.folded, run.folder)
-        return
+
+
+EXPORTED = [gate for gate in GATES if gate not in WHY_NOT and gate != "random"]
+
+
+@pytest.mark.parametrize("form", [BatchForm, BranchForm])
+@pytest.mark.parametrize(  # what is passed on is state here, and a map, an image's own statistics or a score there
+    "gate", ["skipnet_recurrent", *(pytest.param(g, marks=pytest.mark.slow) for g in EXPORTED if "recurrent" not in g)]
+)
+def test_every_gate_that_decides_first_is_exported(gate, form, tmp_path):
+    of = chosen(gate, *SHORT, f"runs_dir={tmp_path}")
+    train(of)
+    made, x = deployable(SimpleNamespace(gate=gate, folder=Path(of.run_dir))), images(16, seed=2)
+    with torch.no_grad():
+        eager = made.eager(x)
     places = [i for i, block in enumerate(made.folded.blocks) if block.head is not None]
-    passing = "skipnet", "skipnet_recurrent", "exit"  # maps, state, a score
-    branches = [(BranchForm, 1)] if run.gate in passing else []
-    for form, batch in [(BatchForm, 16), *branches]:
-        write_onnx(form(made.folded), tmp_path / "x.onnx", (1, 8, 8), one_image=batch == 1)
-        scores, decided = run_onnx(session(tmp_path / "x.onnx", 1), x.contiguous().numpy(), batch)
-        torch.testing.assert_close(torch.from_numpy(scores), eager.logits, rtol=1e-4, atol=1e-4)
-        assert places == [] if decided is None else torch.equal(torch.from_numpy(decided), gates[:, places])
+    write_onnx(form(made.folded), tmp_path / "x.onnx", (1, 8, 8), one_image=form is BranchForm)
+    batch = 1 if form is BranchForm else 16
+    scores, decided = run_onnx(session(tmp_path / "x.onnx", 1), x.contiguous().numpy(), batch)
+    torch.testing.assert_close(torch.from_numpy(scores), eager.logits, rtol=1e-4, atol=1e-4)
+    opened = eager.routing.gates.bool()[:, places]
+    assert places == [] if decided is None else torch.equal(torch.from_numpy(decided), opened)
 
 
+@pytest.mark.slow
 def test_int8_leaves_the_convolutions_of_gates_as_they_are(tmp_path):
     write_onnx(BatchForm(folded(build_network(chosen("skipnet")), (8, 8))), tmp_path / "x", (1, 8, 8), one_image=False)
     write_int8(tmp_path / "x", tmp_path / "int8", images(64))

@@ -84,6 +84,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path
     assert results(tmp_path) == results(whole[0])
 
 
+@pytest.mark.slow
 def test_a_killed_parallel_sweep_leaves_no_process_behind(tmp_path):
     command = ["src/train.py", "-m", *SHORT, "seed=0,1", f"runs_dir={tmp_path}", "hydra/launcher=joblib"]
     running = started(*command, "hydra.launcher.n_jobs=2", "trainer.max_epochs=500", merged=True)

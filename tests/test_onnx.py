@@ -13,9 +13,10 @@ from conftest import config
 from deployed import EXITS, FORMS, eager, gated, images, trained
 
 from cosinegate.build import build_network
-from cosinegate.deploy.folded import folded
+from cosinegate.deploy.folded import Leading, folded
 from cosinegate.deploy.int8 import write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, quietly, run_onnx, session, write_onnx
+from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.ways import compiled_form
 
 
@@ -119,13 +120,18 @@ def test_a_quiet_export_leaves_logging_as_it_was(capsys, caplog):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.slow
-def test_the_compiled_dense_network_is_the_dense_network(rng):
+def test_what_is_compiled_is_the_network(rng):
     dense, x = folded(build_network(config("+experiment=digits", "gate=none"))), images(8, rng)
     with torch.no_grad():
-        torch.testing.assert_close(compiled_form(dense, x)["compiled"](x), dense(x), rtol=0, atol=1e-4)
+        torch.testing.assert_close(compiled_form(dense, x)(x), dense(x), rtol=0, atol=1e-4)
+    network = trained(*EXITS, rng=rng)
+    logits, gates = eager(network, x)
+    skipping = SkippingNetwork(folded(network), leading=compiled_form(Leading(folded(network)), x))
+    torch.testing.assert_close(skipping(x), logits, rtol=0, atol=1e-4)
+    assert torch.equal(skipping.gates, gates)
 
 
 def test_no_compiler_is_said(monkeypatch, capsys, rng):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert compiled_form(folded(trained(rng=rng)), images(2, rng)) == {}
+    assert compiled_form(folded(trained(rng=rng)), images(2, rng)) is None
     assert "no C++ compiler" in capsys.readouterr().out

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from conftest import config
-from deployed import FORMS, digits, eager, gated, images, trained
+from deployed import EXITS, FORMS, digits, eager, gated, images, trained
 from test_predictive import masked
 
 from cosinegate.build import build_network
 from cosinegate.deploy import skipping
-from cosinegate.deploy.folded import folded
+from cosinegate.deploy.folded import Leading, folded
 from cosinegate.deploy.kernels import torch_kind
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.errors import UserError
@@ -42,6 +42,21 @@ def test_the_runtime_is_the_masked_network_on_the_whole_test_set(rng):
     assert torch.equal(runtime.gates, routes.bool())
     assert torch.equal(runtime(x).argmax(1), scores.argmax(1))
     assert len(routes.unique(dim=0)) > 10
+
+
+@pytest.mark.parametrize("overrides", [EXITS, FORMS[1], FORMS[2]])
+def test_what_comes_before_the_first_look_may_be_computed_by_others(overrides, rng):
+    plain, x = folded(trained(*overrides, rng=rng)), images(50, rng)
+    plain.blocks[0].removed, plain.blocks[0].head = True, None  # its eye sees for later blocks
+    own = SkippingNetwork(plain, micro_batch=16)
+    scores, calls = own(x), []
+    leading = Leading(plain)
+    led = SkippingNetwork(plain, micro_batch=16, leading=lambda part: (calls.append(len(part)), leading(part))[1])
+    torch.testing.assert_close(led(x), scores, rtol=0, atol=1e-4)
+    assert torch.equal(led.gates, own.gates)
+    assert not led.gates[:, 0].any()
+    assert calls == [16, 16, 16, 2]
+    assert len(leading.blocks) == next(i for i, block in enumerate(plain.blocks) if block.looks or block.head)
 
 
 def test_the_runtime_leaves_the_images_and_the_network_as_they_were(rng):

@@ -18,6 +18,7 @@ from cosinegate.saved import load_checkpoint
 
 ALIKE = ["data=digits", "network.blocks=[1,1,4]", "network.width=4", "data.validation=holdout", "data.holdout=200"]
 SHORT = [*ALIKE, "threads=1", "callbacks.curves=null"]
+NOTHING_LEARNS = ["gate=cir_only", "gate.gamma.learnable=false", "gate.exit_classifier=shared"]
 EXITS = ["+experiment=exits", *SHORT, "objective.tau_target=0.75", "gate.quantile.fit=1024"]
 
 
@@ -58,7 +59,7 @@ def test_the_trunk_stays_as_it_is_and_its_exits_are_as_good(dense, tmp_path):
     assert Run(folder, record, {}).family[2] == 3  # it stands beside its trunk in a figure
     file = of_dense / "checkpoints" / "best.ckpt"
     by_file, _ = trained(tmp_path, *EXITS, f"trunk={file}")
-    assert by_file["trunk"] == record["trunk"] | {"run": str(file), "identity": None}
+    assert by_file["trunk"] == record["trunk"] | {"run": str(file)}
     assert by_file["accuracy"] == record["accuracy"]
 
 
@@ -80,7 +81,7 @@ def test_a_trunk_that_is_trained_with_its_exits_is_the_dense_networks(dense, tmp
 
 def test_a_run_that_was_stopped_goes_on_with_the_trunk_held(dense, tmp_path, monkeypatch):
     two = [*EXITS, f"trunk={dense[1]}", "trainer.max_epochs=2"]
-    _, whole = trained(tmp_path / "whole", *two)
+    before, whole = trained(tmp_path / "whole", *two)
     step = LitCosineGate.training_step
 
     def failing(self, batch, batch_idx):
@@ -92,7 +93,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_trunk_held(dense, tmp_path, mon
     with pytest.raises(RuntimeError, match="goes off"):
         trained(tmp_path / "stopped", *two)
     monkeypatch.setattr(LitCosineGate, "training_step", step)
-    _, resumed = trained(tmp_path / "stopped", *two)
+    away = dense[1].rename(tmp_path / "away")  # its own checkpoint has all that it needs
+    record, resumed = trained(tmp_path / "stopped", *two)
+    away.rename(dense[1])
+    assert record["trunk"] == before["trunk"]
     expected = weights(whole, "last")
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed, "last").items())
 
@@ -106,8 +110,12 @@ def test_a_run_that_was_stopped_goes_on_with_the_trunk_held(dense, tmp_path, mon
         (["trunk=DENSE", "data.holdout=100"], ["data.holdout = 200", "must be the same"]),
         (["trunk=DENSE", "gate=none"], ["only gates learn", "gate.kind=none"]),
         (["trunk=DENSE", "objective.lambda_exit=0.1"], ["objective.lambda_exit=0"]),
+        (
+            ["trunk=DENSE", "gate=cir_only", "gate.gamma.learnable=false", "gate.exit_classifier=shared"],
+            ["nothing that"],
+        ),
     ],
-    ids=["none", "nowhere", "another network", "other images", "no gates", "a loss for what is held"],
+    ids=["none", "nowhere", "another network", "other images", "no gates", "a loss for what is held", "no parameters"],
 )
 def test_a_trunk_that_cannot_be_is_one_line(overrides, fragments, dense, tmp_path):
     given = [part.replace("DENSE", str(dense[1])) for part in overrides]
@@ -125,3 +133,7 @@ def test_a_trunk_with_gates_or_half_trained_is_refused(dense, tmp_path):
     write_record(half, dense[0] | {"status": "stopped"})
     with pytest.raises(UserError, match=r"half: is not trained to its end \(stopped\)"):
         trained(tmp_path, *EXITS, f"trunk={half}")
+    stored = torch.load(half / "checkpoints" / "last.ckpt", weights_only=True)
+    torch.save(stored | {"epoch": 1}, half / "checkpoints" / "early.ckpt")
+    record, _ = trained(tmp_path, *EXITS, f"trunk={half / 'checkpoints' / 'early.ckpt'}")
+    assert record["trunk"]["epochs"] == 2  # that it was trained for, not that were planned

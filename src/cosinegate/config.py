@@ -220,8 +220,9 @@ def _check_exits(config: DictConfig) -> None:
         "gate.predictor.switch_epoch=0": gate.predictor.switch_epoch == 0,  # training lets nobody leave: nothing pushes
         "objective.lambda_flops=0": config.objective.lambda_flops == 0,
     }
-    if gate.exit_classifier is Classifier.own and not gate.exits:
-        raise UserError("gate.exit_classifier = own: there is none without gate.exits=true; begin with gate=exit")
+    if gate.exit_classifier is Classifier.own and not gate.exits and gate.kind is not GateKind.none:
+        words = "there is none without gate.exits=true; begin with gate=exit, or add gate.exit_classifier=shared"
+        raise UserError(f"gate.exit_classifier = own: {words}")
     lacking = [words for words, is_there in needed.items() if not is_there]
     if gate.exits and lacking:
         raise UserError(f"gate.exits = True: needs {lacking[0]}; begin with gate=exit objective=predictive")

@@ -1,11 +1,13 @@
 """Fits gates to what skipping costs whole images, between epochs: step by step they learn it slowly and badly."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cosinegate import geometry
 from cosinegate.calibration import CHUNK, RECENT
 from cosinegate.gates.exit import ExitClassifier, ExitGate, doubt
 from cosinegate.gates.predictive import STATISTICS, PredictiveGate
@@ -18,7 +20,7 @@ Error = Callable[[Tensor, Tensor], Tensor]
 
 PASSES, BATCH, RATE = 93.75, 512, 0.01  # over the images by Adam, its rate falling to zero along a cosine
 EXIT_PASSES = 10  # of exits, where every image is as many maps as there are exits
-CLASSIFIER_PASSES, LEAST_STEPS, DECAY = 10, 300, 1e-4  # of the exits' own classifiers
+OWN_PASSES, LEAST_STEPS, DECAY = 10, 300, 1e-4  # of what exits with classifiers of their own learn anew, and of these
 
 
 def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> None:
@@ -26,7 +28,7 @@ def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> N
     was_training = network.training
     network.eval()
     if network.blocks[places[0]].leaves:
-        _fit_exits([network.blocks[place].gate for place in places], *_at_exits(network, places, images), target)
+        _fit_exits([network.blocks[place].gate for place in places], at_exits(network, places, images), target)
     else:
         for place, (seen, cost) in _measured(network, places, images, target).items():
             gate = network.blocks[place].gate
@@ -35,24 +37,35 @@ def fit(network: ResNet, places: list[int], images: Tensor, target: Tensor) -> N
     network.train(was_training)
 
 
+class AtExits(NamedTuple):
+    """What images are before each of E exits that nobody takes, and at the network's end."""
+
+    statistics: Tensor  # (E, B, 3C)
+    exact: Tensor  # (E, B): the measure of the exit's own block, which ĉ is to know
+    whole: Tensor  # (B, K): class scores
+
+
 @torch.no_grad()
-def _at_exits(network: ResNet, places: list[int], images: Tensor) -> tuple[Tensor, Tensor]:
-    """The statistics of the images before each of these E blocks (E, B, 3C), and the whole network's scores (B, K)."""
-    shown, scores = [], []
+def at_exits(network: ResNet, places: list[int], images: Tensor) -> AtExits:
+    """Before each of these blocks, of a network that evaluates."""
+    found: list[AtExits] = []
     for part in images.split(CHUNK):
-        x, seen = network.stem(part), []
+        x, statistics, exact = network.stem(part), [], []
         for place, block in enumerate(network.blocks):
+            s, r = block.shortcut(x), block.residual(x)
             if place in places:
-                seen.append(block.gate.statistics(x))
-            x = block.route(x, torch.ones(len(x), device=x.device))
-        shown.append(torch.stack(seen))
-        scores.append(network.classify(x))
-    return torch.cat(shown, dim=1), torch.cat(scores)
+                statistics.append(block.gate.statistics(x))
+                exact.append(geometry.measured(block.gate.measure, geometry.constant_dot_products(s, r)))
+            x = block.activation(s + r)
+        found.append(AtExits(torch.stack(statistics), torch.stack(exact), network.classify(x)))
+    statistics, exact, whole = zip(*found, strict=True)
+    return AtExits(torch.cat(statistics, dim=1), torch.cat(exact, dim=1), torch.cat(whole))
 
 
-def _fit_exits(gates: list[ExitGate], statistics: Tensor, whole: Tensor, target: Tensor) -> None:
-    """The exits' own classifiers, if they have any, to the images' classes and to what the whole network says; then the
-    policy to whether it would call an image something else than the exit does."""
+def _fit_exits(gates: list[ExitGate], at: AtExits, target: Tensor) -> None:
+    """The exits' own classifiers, if they have any, to the images' classes and to what the whole network says, and ĉ to
+    the exact measure; then the policy to whether it would call an image something else than the exit does."""
+    statistics, exact, whole = at
     for gate, of_exit in zip(gates, statistics, strict=True):
         if gate.own is not None:
             _fit_classifier(gate.own, of_exit, whole, target)
@@ -62,6 +75,7 @@ def _fit_exits(gates: list[ExitGate], statistics: Tensor, whole: Tensor, target:
     first = gates[0]  # whose policy is that of all
     if first.own is not None:
         first.standardise.learn_anew(seen.flatten(0, 1), slice(-1, None))  # they tell another doubt than before
+        _fit_predictor(first, seen.flatten(0, 1), exact.flatten())
     _regress(first, seen.flatten(0, 1), flips.flatten(), F.binary_cross_entropy_with_logits, EXIT_PASSES)
     _remember_exits(first, seen[:, -RECENT:])
 
@@ -79,8 +93,7 @@ def _fit_classifier(own: ExitClassifier, statistics: Tensor, whole: Tensor, targ
             scores = learner((statistics[drawn] - mean) / deviation)
             return F.cross_entropy(scores, target[drawn]) + divergence(scores, whole[drawn])
 
-    passes = max(CLASSIFIER_PASSES, LEAST_STEPS * min(BATCH, len(statistics)) / len(statistics))
-    _minimise(list(learner.parameters()), error, len(statistics), passes, DECAY)
+    _minimise(list(learner.parameters()), error, len(statistics), _enough(len(statistics)), DECAY)
     with torch.no_grad():
         learner.w1.weight /= deviation
         learner.w1.bias -= learner.w1.weight @ mean
@@ -113,6 +126,18 @@ def _remember_exits(gate: ExitGate, seen: Tensor) -> None:
     logits = torch.stack([gate.gamma.abs() * gate.price(of_exit) for of_exit in seen])
     for place, least in enumerate(logits.cummin(0).values):
         gate.opening.budget.remember(place, least)
+
+
+def _fit_predictor(gate: PredictiveGate, seen: Tensor, exact: Tensor) -> None:
+    def error(drawn: Tensor) -> Tensor:
+        return F.mse_loss(gate.predicted(seen[drawn]), exact[drawn].to(seen.dtype))
+
+    _minimise(list(gate.predictor.parameters()), error, len(seen), _enough(len(seen)))
+
+
+def _enough(number: int) -> float:
+    """Passes over so many images, in not too few steps."""
+    return max(OWN_PASSES, LEAST_STEPS * min(BATCH, number) / number)
 
 
 def _regress(gate: PredictiveGate, seen: Tensor, wanted: Tensor, error: Error, passes: float) -> None:

@@ -51,7 +51,7 @@ from cosinegate.schema import NetworkConfig
 from cosinegate.seal import is_intact
 from cosinegate.stop import Stopped, StopRequest, taking_signals
 from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
-from cosinegate.trunk import take_trunk
+from cosinegate.trunk import hold_trunk
 
 HELD = r"Found \d+ module\(s\) in eval mode at the start of training"  # a trunk that is held is
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -73,10 +73,11 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     _say_where_no_budget_is_asked_for(config)
+    _say_how_long_a_trunk_is_held(config)
     data = ImageData(config.data, config.seed)
     module = build_module(config)
     if config.trunk is not None:
-        facts["trunk"] = take_trunk(module, config)
+        facts["trunk"] = hold_trunk(module, config, _earlier_trunk(folder, before))
         warnings.filterwarnings("ignore", HELD)
     metrics = MetricsCSV(folder)
     statistics, executed = GateStatistics(), ExecutedFlops(dense_flops(module.network, data.image_set.shape))
@@ -257,6 +258,12 @@ def _own_record(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
     return before
 
 
+def _earlier_trunk(folder: Path, before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What the record says of the trunk of a run that goes on: its own checkpoint has it, wherever the dense run is."""
+    goes_on = any((folder / "checkpoints" / name).exists() for name in (LAST, PREVIOUS))
+    return before.get("trunk") if before is not None and goes_on else None
+
+
 def _last_intact(folder: Path, module: LitCosineGate) -> Path | None:
     """The checkpoint to go on from. A damaged one is put aside, and the one before it is taken."""
     last, previous = folder / LAST, folder / PREVIOUS
@@ -296,6 +303,15 @@ def _say_where_no_budget_is_asked_for(config: DictConfig) -> None:
     if calibrated and asked >= epochs:
         what = f"objective.start_epoch = {asked:g} and trainer.max_epochs = {epochs}"
         console.say(f"{what}: this run ends before its gates are asked for their budget")
+
+
+def _say_how_long_a_trunk_is_held(config: DictConfig) -> None:
+    """A schedule that was written for a network that learns too would run its epochs for gates alone."""
+    waits = config.gate.calibration is Calibration.quantile and config.objective.start_epoch >= 1
+    if config.trunk is not None and waits:
+        what = f"gates alone learn for {config.trainer.max_epochs} epochs, and skip from objective.start_epoch = "
+        hint = "trainer.max_epochs=1 objective.start_epoch=0 would do"
+        console.say(f"trunk: {what}{config.objective.start_epoch:g} on; {hint}")
 
 
 def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:

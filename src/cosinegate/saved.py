@@ -38,6 +38,11 @@ def checkpoint_path(run: Path, which: str) -> Path:
     return path
 
 
+def run_folder_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to, or the checkpoint's own."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+
+
 def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
     """The module with the checkpoint's weights, and the config it was trained with."""
     stored = read_checkpoint(path)

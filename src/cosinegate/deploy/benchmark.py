@@ -23,15 +23,14 @@ from cosinegate.deploy.folded import folded
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES
 from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.specialise import settled
-from cosinegate.deploy.trained import Trained, is_the_records, load_trained, run_folder_of
+from cosinegate.deploy.trained import Trained, is_the_records, load_trained
 from cosinegate.deploy.ways import IMAGES_A_ROUND, Model, Run, Ways
 from cosinegate.errors import UserError
 from cosinegate.files import require_writable, write_atomically
 from cosinegate.lock import is_locked, locked
 from cosinegate.record import now, provenance, read_record, write_record
 from cosinegate.run import network_name
-from cosinegate.saved import chosen_path, load_checkpoint
+from cosinegate.saved import chosen_path, load_checkpoint, run_folder_of
 
 ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs
 MANY = 64
@@ -81,7 +80,9 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     require_writable(folder)
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
     flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
-    executed = flops / (len(images) * reference_flops(trained.config))
+    whole = trained.folded
+    trained.settle()
+    executed = (flops / len(images) + trained.flops_settled(whole)) / reference_flops(trained.config)
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
     counted = runtime.gates.float().mean().item()
@@ -89,7 +90,7 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     own = run_folder_of(trained.path) if is_own else None
     models = {
         "dense": Model(trained.dense(), 1.0, 1.0, None),
-        "skipping": Model(settled(trained.folded)[0], counted, executed, own),
+        "skipping": Model(trained.folded, counted, executed, own),
     } | others
     with tempfile.TemporaryDirectory() as scratch:
         ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)

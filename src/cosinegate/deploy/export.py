@@ -20,13 +20,14 @@ from cosinegate.deploy.flops import dense_flops, flops_moved
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.specialise import routed_otherwise, settled, specialise
-from cosinegate.deploy.trained import Trained, load_trained, run_folder_of
+from cosinegate.deploy.specialise import routed_otherwise, specialise
+from cosinegate.deploy.trained import Trained, load_trained
 from cosinegate.deploy.weights import described, write_weights
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.foreign import read_json
 from cosinegate.record import provenance
+from cosinegate.saved import run_folder_of
 
 CLOSE = 1e-4  # folding BatchNorm reorders sums of some hundred float32 products: scores move in the sixth digit
 
@@ -46,7 +47,8 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     held_out = trained.held_out()
     if asked.budget is not None:
         trained.calibrate(asked.budget, held_out)
-    trained.folded, changes = settled(trained.folded)
+    whole = trained.folded
+    changes = trained.settle()
     if asked.specialise:
         trained.folded, more = specialise(trained.folded, held_out, asked.tolerance)
         changes += more
@@ -56,7 +58,7 @@ def export(asked: ExportConfig) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"folder = {folder}: cannot be written: {error.strerror}") from error
     with scratch as made:
-        card = _write(trained, Path(made), asked, held_out, changes)
+        card = _write(trained, Path(made), asked, held_out, changes, trained.flops_settled(whole))
         write_atomically(Path(made) / "card.json", json.dumps(card, indent=2) + "\n")
         folder.mkdir(exist_ok=True)
         (folder / "card.json").unlink(missing_ok=True)  # while files of two exports lie there, none is described
@@ -75,7 +77,12 @@ def is_export(folder: Path) -> bool:
 
 
 def _write(
-    trained: Trained, folder: Path, asked: ExportConfig, held_out: Tensor, changes: list[dict[str, Any]]
+    trained: Trained,
+    folder: Path,
+    asked: ExportConfig,
+    held_out: Tensor,
+    changes: list[dict[str, Any]],
+    more: float,
 ) -> dict[str, Any]:
     channels, height, width = held_out.shape[1:]
     shape, network = (channels, height, width), trained.folded
@@ -87,7 +94,7 @@ def _write(
     write_int8(folder / "batch.onnx", folder / "int8.onnx", held_out[:CALIBRATION_IMAGES])
     images, labels = trained.data.whole_images("test", asked.images)
     console.say(f"comparing every form with the trained network on {len(images)} test images")
-    forms = compared(trained, folder, images, labels, asked.threads or torch.get_num_threads())
+    forms = compared(trained, folder, images, labels, asked.threads or torch.get_num_threads(), more)
     data = trained.config.data
     return {
         "name": trained.config.name,
@@ -120,12 +127,15 @@ def _write(
     }
 
 
-def compared(trained: Trained, folder: Path, images: Tensor, labels: Tensor, threads: int) -> dict[str, Any]:
-    """Accuracy of every form, and how far its scores and its routes are from those of the trained network."""
+def compared(
+    trained: Trained, folder: Path, images: Tensor, labels: Tensor, threads: int, more: float
+) -> dict[str, Any]:
+    """Accuracy of every form, and how far its scores and its routes are from those of the trained network, whose
+    gates take so many FLOPs an image `more` than there."""
     with FlopCounterMode(display=False) as counter:
         scores, gates = eager_forward(trained, images)
     shape = trained.data.image_set.shape
-    own, dense = counter.get_total_flops() / len(images), dense_flops(trained.eager, shape)
+    own, dense = counter.get_total_flops() / len(images) + more, dense_flops(trained.eager, shape)
     array = images.contiguous().numpy()
     runtime = SkippingNetwork(trained.folded)
     runs: dict[str, Callable[[], tuple[np.ndarray, np.ndarray | None]]] = {
@@ -193,7 +203,7 @@ def show(card: dict[str, Any]) -> None:
         )
     if card["specialise"] and not card["specialised"]:
         console.say("no gate was the same for all calibration images: nothing to specialise")
-    gained = card["forms"]["int8.onnx"]["accuracy"] - card["forms"]["trained"]["accuracy"]
+    gained = card["forms"]["int8.onnx"]["accuracy"] - card["forms"]["runtime"]["accuracy"]
     console.say(
         f"int8 changes the accuracy by {100 * gained:+.2f} points; its rounding sends some images on other routes"
     )

@@ -8,7 +8,7 @@ then multiplied by zero.
 import copy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate.networks import ResNet
@@ -51,3 +51,13 @@ def block_flops(network: ResNet, shape: tuple[int, int, int]) -> Tensor:
                 x = block.residual(x)
             flops.append(counter.get_total_flops())
     return torch.tensor(flops, dtype=torch.float32)
+
+
+def flops_beside_blocks(deployed: nn.Module, network: ResNet, shape: tuple[int, int, int]) -> float:
+    """FLOPs for one image (H, W, C) of all but the residuals of a deployed form of the network, every look made."""
+    height, width, channels = shape
+    meta = copy.deepcopy(deployed).to("meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        meta(torch.empty(1, channels, height, width, device="meta"))
+    there = torch.tensor([not block.removed for block in deployed.blocks])
+    return counter.get_total_flops() - block_flops(network, shape)[there].sum().item()

@@ -3,6 +3,8 @@
 `folded` makes it from a trained network. Every form that is run or exported starts from it.
 """
 
+from itertools import takewhile
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -44,6 +46,10 @@ class FoldedBlock(nn.Module):
         y = self.shortcut(x) + self.conv2(torch.relu(self.conv1(x)))
         return torch.relu(y) if self.post_activation else y
 
+    def forward(self, x: Tensor) -> Tensor:
+        """What it gives to every sample, where it has no gate."""
+        return self.identity(x) if self.removed else self.full(x)
+
 
 class FoldedNetwork(nn.Module):
     """Stem, blocks and head. Its forward is the masked form: F for all, and the identity where a gate is closed."""
@@ -80,10 +86,8 @@ class FoldedNetwork(nn.Module):
         for block in self.blocks:
             if block.eye is not None:
                 seen = block.eye(x, seen)
-            if block.removed:
-                x = block.identity(x)
-            elif block.head is None:
-                x = block.full(x)
+            if block.head is None:
+                x = block(x)
             else:
                 x = torch.where(block.head(seen)[:, :, None, None], block.full(x), block.identity(x))
         return self.answer(self.classify(x), seen)
@@ -99,6 +103,21 @@ class FoldedNetwork(nn.Module):
         if last is None or not isinstance(last.eye, ExitEye):
             return scores
         return torch.where(last.head(seen), scores, seen[1])
+
+
+class Leading(nn.Module):
+    """Stem and the blocks that all samples pass before the first look at one: what a compiler can take as a whole."""
+
+    def __init__(self, network: FoldedNetwork) -> None:
+        super().__init__()
+        self.stem = network.stem
+        self.blocks = nn.ModuleList(takewhile(lambda block: block.eye is None and block.head is None, network.blocks))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.relu(self.stem(images))
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def folded(network: GatedNetwork, size: tuple[int, int] | None = None) -> FoldedNetwork:

@@ -22,10 +22,11 @@ from cosinegate.deploy.eyes import ExitEye
 from cosinegate.deploy.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import load_trained, run_folder_of
+from cosinegate.deploy.trained import load_trained
 from cosinegate.dynamic import DYNAMIC
 from cosinegate.errors import UserError
 from cosinegate.files import replacing, require_writable, write_atomically
+from cosinegate.saved import run_folder_of
 
 plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 

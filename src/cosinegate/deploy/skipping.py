@@ -6,14 +6,14 @@ with an open one behind them, so that F runs on a slice and writes over it, and 
 that changes the shape gathers its open samples and scatters them.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from cosinegate.deploy.eyes import ExitEye, Eye
-from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
+from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork, Leading
 from cosinegate.gates import Seen
 
 MICRO_BATCH = 32
@@ -97,7 +97,6 @@ class RuntimeBlock:
         """Takes x away: its memory may hold the result. Writes what was decided into `gates`."""
         block = self.block
         if block.removed:
-            gates.fill_(False)
             return block.identity(x)
         if block.head is None:
             return self.full(x)
@@ -155,12 +154,20 @@ class SkippingNetwork:
     """Class scores of images (B, C, H, W); `gates` is what the last call decided, (B, N) over the blocks.
 
     With `workers` the micro-batches are shared out to that many threads, each of which computes alone: no two threads
-    wait for one another at every layer.
+    wait for one another at every layer. `leading` computes what `Leading` does, in a form that a compiler made of it.
     """
 
-    def __init__(self, network: FoldedNetwork, micro_batch: int = MICRO_BATCH, workers: int = 0) -> None:
+    def __init__(
+        self,
+        network: FoldedNetwork,
+        micro_batch: int = MICRO_BATCH,
+        workers: int = 0,
+        leading: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.network = network.eval().to(memory_format=torch.channels_last)
         self.stem, self.blocks = FusedConv(network.stem), [RuntimeBlock(block) for block in network.blocks]
+        self.removed = [place for place, block in enumerate(network.blocks) if block.removed]
+        self.leading, self.led = leading, 0 if leading is None else len(Leading(network).blocks)
         self.looked_back = [_looks_back(network.blocks[place + 1 :]) for place in range(len(network.blocks))]
         self.exits = any(isinstance(block.eye, ExitEye) for block in network.blocks)
         self.micro_batch = micro_batch
@@ -171,6 +178,7 @@ class SkippingNetwork:
     def __call__(self, images: Tensor) -> Tensor:
         self.network.check(images)
         self.gates = torch.ones(len(images), len(self.blocks), dtype=torch.bool)
+        self.gates[:, self.removed] = False
         if len(images) == 0:
             return images.new_zeros(0, self.network.classes)
         parts = images.split(self.micro_batch), self.gates.split(self.micro_batch)
@@ -178,9 +186,10 @@ class SkippingNetwork:
 
     @torch.inference_mode()
     def _run(self, images: Tensor, gates: Tensor) -> Tensor:
-        x, seen = self.stem(images.contiguous(memory_format=torch.channels_last)), self.network.begin(images)
+        images = images.contiguous(memory_format=torch.channels_last)
+        x, seen = self.stem(images) if self.leading is None else self.leading(images), self.network.begin(images)
         places = Places()
-        for place, block in enumerate(self.blocks):
+        for place, block in list(enumerate(self.blocks))[self.led :]:
             if block.block.eye is not None:
                 seen = _look(block.block.eye, x, seen)
             x = block(x, seen, places, gates[:, place])

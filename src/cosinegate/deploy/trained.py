@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -12,11 +13,13 @@ from cosinegate.calibration import Budget, Quantile, calibrate
 from cosinegate.choices import Checkpoint, Credit, Sharing, Validation
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
+from cosinegate.deploy.flops import flops_beside_blocks
 from cosinegate.deploy.folded import FoldedNetwork, folded
+from cosinegate.deploy.specialise import settled
 from cosinegate.errors import UserError
 from cosinegate.gates import PredictiveGate
 from cosinegate.networks import ResNet
-from cosinegate.saved import chosen_path, load_checkpoint
+from cosinegate.saved import chosen_path, load_checkpoint, run_folder_of
 
 ROUNDING = 5e-4  # a budget is told with three digits
 
@@ -60,13 +63,27 @@ class Trained:
         self.folded = folded(self.eager, self.folded.size)
         return reached
 
+    def settle(self) -> list[dict[str, Any]]:
+        """Takes gates away that no image can open or close, and says which. Ends with one line where training has left
+        no other, and nothing is skipped."""
+        before, (self.folded, changes) = self.folded, settled(self.folded)
+        if not any(block.head is not None or block.removed for block in self.folded.blocks):
+            self.folded = before
+            why = f"its exits {self._not_fitted}" if self._is_unfitted else "its gates are open for every image"
+            raise UserError(f"{self.path}: {why}, so there is nothing to skip")
+        return changes
+
+    def flops_settled(self, before: FoldedNetwork) -> float:
+        """How many more FLOPs an image takes than `before` for all but the residuals: gates that are gone take none."""
+        shape = self.data.image_set.shape
+        return flops_beside_blocks(self.folded, self.eager, shape) - flops_beside_blocks(before, self.eager, shape)
+
     def check_budget(self, budget: float) -> None:
         if not all(gate.ranks for gate in self._gates):
             kind = self.config.gate.kind.name
             raise UserError(f"budget = {budget}: gates of kind {kind} have no threshold that could be moved")
-        if self._plan.exits and self._plan.seen.min() == 0:
-            words = "its exits were not fitted yet, which begins with objective.start_epoch"
-            raise UserError(f"budget = {budget}: {words} = {self.config.objective.start_epoch:g}")
+        if self._is_unfitted:
+            raise UserError(f"budget = {budget}: its exits {self._not_fitted}")
         least, most = self.budgets()
         if not least - ROUNDING <= budget <= most + ROUNDING:
             why = f"{len(self.eager.blocks) - len(self._gates)} of {len(self.eager.blocks)} blocks have no gate"
@@ -91,13 +108,18 @@ class Trained:
         return Budget(1.0, torch.ones(gated) / blocks, 1 - gated / blocks, Sharing.block, Credit.slope, 0.0, 1.0)
 
     @property
+    def _is_unfitted(self) -> bool:
+        """Whether it has exits that know nothing yet."""
+        return self._plan.exits and self._plan.seen.min().item() == 0
+
+    @property
+    def _not_fitted(self) -> str:
+        start = self.config.objective.start_epoch
+        return f"were not fitted yet, which begins with objective.start_epoch = {start:g}"
+
+    @property
     def _gates(self) -> list[PredictiveGate]:
         return [block.gate for block in self.eager.blocks if block.gate is not None]
-
-
-def run_folder_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint belongs to, or the checkpoint's own."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def is_the_records(checkpoint: Path) -> bool:

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosinegate import console
-from cosinegate.deploy.folded import FoldedNetwork
+from cosinegate.deploy.folded import FoldedNetwork, Leading
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.kernels import kernel_times, operator_times
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
 
 MICRO_BATCHES = (32, 64, 128)
-IMAGES_A_ROUND = 64
+IMAGES_A_ROUND = 256  # at fewer, the routes of a round's images move its time
 OWN = ("dense", "skipping")  # the two that the run is about
 
 Run = Callable[[Tensor], Any]
@@ -62,8 +62,7 @@ class Ways:
         """By (model, engine), by the way's name."""
         ways: dict[tuple[str, str], dict[str, Run]] = {}
         for name, model in self.models.items():
-            compiled = {} if model.skips or not self.compiles else compiled_form(model.network, self.images[:batch])
-            ways[name, "torch"] = self._torch(model.network, batch) | compiled
+            ways[name, "torch"] = self._torch(model.network, batch) | self._compiled(model, batch)
             ways[name, "onnxruntime"] = self._onnx(name, batch) | self._one_by_one(f"{name}-one", batch)
             if (f"{name}-int8", 1) in self.sessions:
                 ways[name, "onnxruntime int8"] = self._onnx(f"{name}-int8", batch)
@@ -86,6 +85,16 @@ class Ways:
             elif size < batch:
                 ways[f"by {size}"] = SkippingNetwork(network, size)
         return ways
+
+    def _compiled(self, model: Model, batch: int) -> dict[str, Run]:
+        """Of a network that skips, what all images pass before the first look at one."""
+        if not self.compiles:
+            return {}
+        part = Leading(model.network) if model.skips else model.network
+        form = compiled_form(part, self.images[:batch].contiguous(memory_format=torch.channels_last))
+        if form is None:
+            return {}
+        return {"compiled": SkippingNetwork(model.network, batch, leading=form) if model.skips else form}
 
     def _onnx(self, name: str, batch: int) -> dict[str, Run]:
         whole = self.sessions[name, self.threads]
@@ -112,11 +121,11 @@ class Ways:
         return run
 
 
-def compiled_form(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
+def compiled_form(network: nn.Module, images: Tensor) -> Run | None:
     """torch.compile's form for one batch size, where there is a compiler for it and it succeeds."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         console.say("there is no C++ compiler: torch.compile is left out")
-        return {}
+        return None
     import torch._inductor.config as inductor
 
     torch._dynamo.reset()
@@ -130,5 +139,5 @@ def compiled_form(network: FoldedNetwork, images: Tensor) -> dict[str, Run]:
         run(images)
     except Exception as error:
         console.say(f"torch.compile failed and is left out: {' '.join(str(error).split())[:120]}")
-        return {}
-    return {"compiled": run}
+        return None
+    return run

@@ -92,6 +92,17 @@ class ExitGate(PredictiveGate):
         """What the exit said by which an image has left; who stayed has the network's scores."""
         return torch.where(self.decide(seen).gate[:, None] == 0, seen[-1].to(scores.dtype), scores)
 
+    def predicted(self, seen: Tensor) -> Tensor:
+        """ĉ of what was seen of maps (B, 3C + 1)."""
+        return super()._look(seen)[0]
+
+    @torch.no_grad()
+    def foretold(self, statistics: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+        """ĉ of maps' statistics (B, 3C), and whether by it the gate decides as by the exact measure; each (B,)."""
+        predicted, offset = super()._look(torch.cat((statistics, doubt(self.scores(statistics))), dim=1))
+        by_predicted, by_exact = (self.gamma * (value + offset) > self.turn for value in (predicted, exact))
+        return predicted, by_predicted == by_exact
+
     def price(self, seen: Tensor) -> Tensor:
         """Of what was seen of maps (B, 3C + 1), whoever has left."""
         nobody = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
