@@ -8,8 +8,10 @@ from test_predictive import small
 
 from cosinegate.calibration import calibrate
 from cosinegate.data.module import ImageData
+from cosinegate.gate_fit import fit
 
-EXITS = ("gate=exit", "network.blocks=[1,1,4]", "optimizer.decay_gates=false")
+EXITS = ("gate=exit", "gate.exit_classifier=own", "objective.lambda_exit=0", "network.blocks=[1,1,4]")
+EXITS += ("optimizer.decay_gates=false", "gate.quantile.fit=64")
 FORMS = [
     (),
     ("gate.first_blocks=true",),
@@ -47,6 +49,8 @@ def trained(*overrides: str, rng: torch.Generator):
     for _ in range(3):
         network(images(64, rng) * 1.1 + 0.1)
     network.eval()
+    if "gate=exit" in overrides:
+        fit(network, gated(network), images(256, rng), torch.randint(10, (256,), generator=rng))
     if "gate.calibration=none" not in overrides:
         shares = [0.8, 0.5, 0.3] if "gate=exit" in overrides else [0.5] * len(gated(network))
         calibrate(network, shares, images(64, rng))

@@ -298,7 +298,7 @@ def test_a_card_rebuilds_exits_and_an_end_with_classifiers_of_their_own(shares, 
 @pytest.mark.parametrize(
     ("form", "shares", "tolerance"),
     [
-        (OWN, [0.5, 0.5, 0.3], 0),
+        pytest.param(OWN, [0.5, 0.5, 0.3], 0, marks=pytest.mark.slow),
         pytest.param(OWN, [0.6, 0.4, 0.0], 0, marks=pytest.mark.slow),
         pytest.param(OWN, [0.6, 0.03, 0.0], 0.05, marks=pytest.mark.slow),
         pytest.param(SHARED, [0.5, 0.5, 0.3], 0, marks=pytest.mark.slow),

@@ -20,9 +20,7 @@ from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.ways import compiled_form
 
 
-@pytest.mark.parametrize(
-    "overrides", [FORMS[3], *(pytest.param(form, marks=pytest.mark.slow) for form in (*FORMS[:3], EXITS))]
-)
+@pytest.mark.parametrize("overrides", [EXITS, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:4])])
 def test_onnx_takes_every_route_and_any_batch(overrides, rng, tmp_path):
     """Exported from zeros; run on images whose routes differ within a batch: nothing is frozen by tracing."""
     network = trained(*overrides, rng=rng)

@@ -59,6 +59,22 @@ def test_what_comes_before_the_first_look_may_be_computed_by_others(overrides, r
     assert len(leading.blocks) == next(i for i, block in enumerate(plain.blocks) if block.looks or block.head)
 
 
+@pytest.mark.parametrize(("micro_batch", "most"), [(5, 5), (200, 64)])
+def test_preparing_meets_every_size_of_a_gated_block_and_changes_nothing(micro_batch, most, rng, monkeypatch):
+    network, x = trained(*EXITS, rng=rng), images(40, rng)
+    runtime = SkippingNetwork(folded(network), micro_batch)
+    scores, met = runtime(x), {}
+    for place, block in enumerate(runtime.blocks):
+        plain = block.full
+        note = lambda x, place=place, plain=plain: (met.setdefault(place, []).append(len(x)), plain(x))[1]  # noqa: E731
+        monkeypatch.setattr(block, "full", note)
+    image = x[:1].clone()
+    runtime.prepare(image)
+    assert met == {place: list(range(1, most + 1)) for place in gated(network)}
+    assert torch.equal(image, x[:1])
+    assert torch.equal(runtime(x), scores)
+
+
 def test_the_runtime_leaves_the_images_and_the_network_as_they_were(rng):
     network = trained(rng=rng)
     x = images(20, rng)

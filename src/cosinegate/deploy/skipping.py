@@ -17,6 +17,7 @@ from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork, Leading
 from cosinegate.gates import Seen
 
 MICRO_BATCH = 32
+PREPARED = 64  # sizes of a block's convolutions that oneDNN is shown ahead; of many more it would forget the first
 FUSES = torch.backends.mkldnn.is_available()  # elsewhere the same calls are made one after the other
 
 
@@ -173,6 +174,19 @@ class SkippingNetwork:
         self.micro_batch = micro_batch
         self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) if workers else None
         self.gates: Tensor | None = None
+
+    @torch.inference_mode()
+    def prepare(self, image: Tensor) -> None:
+        """Meets every number of samples of which a gated block can be given, for images like this one (1, C, H, W):
+        oneDNN makes a convolution anew for each, which takes as long as some ten images, and keeps the last thousand.
+        """
+        self.network.check(image)
+        x = self.stem(image.contiguous(memory_format=torch.channels_last))
+        for block in self.blocks:
+            if block.block.head is not None:
+                for number in range(1, min(self.micro_batch, PREPARED) + 1):
+                    block.full(x.repeat(number, 1, 1, 1).contiguous(memory_format=torch.channels_last))
+            x = block.block(x)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:

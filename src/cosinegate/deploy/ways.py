@@ -78,7 +78,9 @@ class Ways:
         return {"onnxruntime": on_onnx, "torch": on_torch}
 
     def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
-        ways: dict[str, Run] = {"whole": SkippingNetwork(network, batch)}
+        whole = SkippingNetwork(network, batch)
+        whole.prepare(self.images[:1])  # of smaller parts as well, for the kernels are torch's own
+        ways: dict[str, Run] = {"whole": whole}
         for size in MICRO_BATCHES:
             if self.threads > 1 and size * 2 <= batch:
                 ways[f"{size} a thread"] = SkippingNetwork(network, size, self.threads)
