@@ -1,7 +1,6 @@
 """Gates that decide before F: what they see, what they learn from, what they cost."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -203,24 +202,6 @@ def test_the_best_epoch_is_one_at_the_budget(tmp_path, monkeypatch, capsys):
 
 def falling_accuracy(self, stage, output, target):
     self.log(f"{stage}/acc", 1.0 - 0.1 * self.current_epoch, on_step=False, on_epoch=True, batch_size=len(target))
-
-
-def test_a_stopped_run_ends_as_one_that_never_stopped(tmp_path, monkeypatch):
-    short = (*SMALL, "trainer.max_epochs=4", "objective.start_epoch=0", "trainer.limit_train_batches=4", "threads=1")
-    short += ("gate.quantile.fit=200",)
-    fault = ("+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0")
-    chosen = [config(*short, *fault, f"runs_dir={tmp_path / name}") for name in ("whole", "stopped")]
-    train(chosen[0])
-    monkeypatch.setenv("FAULT", "1")
-    with pytest.raises(RuntimeError, match="a fault"):
-        train(chosen[1].copy())
-    monkeypatch.delenv("FAULT")
-    train(chosen[1])
-    whole, stopped = (
-        torch.load(Path(one.run_dir) / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for one in chosen
-    )
-    assert any("threshold" in name for name in whole)
-    assert all(torch.equal(tensor, stopped[name]) for name, tensor in whole.items())
 
 
 def masked(network, x):

@@ -84,7 +84,10 @@ def start(root: Path, kind: str, *overrides: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
+SLOW = ("hard", "dense")  # what they keep, soft gates keep too
+
+
+@pytest.fixture(scope="module", params=[pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS])
 def never_stopped(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(request.param)
     folder = start(root, request.param)
