@@ -14,11 +14,12 @@ from cosinegate.run import train
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with four trained runs and everything that is wrong with what others could look like."""
+    """A folder with five trained runs and everything that is wrong with what others could look like."""
     folder = tmp_path_factory.mktemp("world")
     short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "callbacks.curves=null"]
     for name, words in {
-        "good": ["+experiment=digits_predictive"],
+        "good": ["+experiment=digits_predictive", "objective.start_epoch=0", "objective.warmup_epochs=0"],
+        "open": ["+experiment=digits_predictive"],  # its gates were not asked for their budget yet
         "dense": ["+experiment=digits", "gate=none"],
         "exact": ["+experiment=digits"],
         "random": ["+experiment=digits", "gate=random", "objective=plain"],
@@ -164,6 +165,8 @@ CASES = [  # the command line, what the line says, and the environment
     ("evaluate run=good accelerator=abacus", "abacus"),
     # deployment
     ("export run=dense", "a dense network has no gates"),
+    ("export run=open", "its gates are open for every image, so there is nothing to skip"),
+    ("benchmark run=open batches=[1] compile=false", "its gates are open for every image, so there is nothing to skip"),
     ("export run=exact", "train with gate=predictive"),
     ("export run=random", "it cannot be exported"),
     ("benchmark run=random", "it cannot be exported"),

@@ -70,6 +70,8 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     held_out = trained.held_out()
     if asked.budget is not None:
         trained.calibrate(asked.budget, held_out)
+    whole = trained.folded
+    trained.settle()
     images, labels = trained.data.whole_images("test", asked.images)
     if len(images) < max(asked.batches):
         raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
@@ -80,8 +82,6 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     require_writable(folder)
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
     flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
-    whole = trained.folded
-    trained.settle()
     executed = (flops / len(images) + trained.flops_settled(whole)) / reference_flops(trained.config)
     runtime = SkippingNetwork(trained.folded)
     accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
