@@ -10,13 +10,13 @@ X ?= counted
 ARGS ?=
 KILLS ?= 50
 
-.PHONY: run-is-missing help setup quickstart train data pareto table report dashboard export calibrate bench-deploy test browser test-slow test-data soak bench clean
+.PHONY: run-is-missing help setup quickstart train data pareto table report dashboard export calibrate bench-deploy test browser test-slow test-processors test-data soak bench clean
 
 comma := ,
 space := $(subst ,, )
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/ready ## build .venv with everything pinned
 
@@ -27,8 +27,8 @@ setup: .venv/ready ## build .venv with everything pinned
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true # on all cores, where pip would use one
 	@touch $@
 
-quickstart: setup ## train a short gated run on MNIST and show what the gates did
-	$(BIN)/python src/train.py +experiment=quickstart $(ARGS)
+quickstart: setup ## train a short gated run on MNIST, compile what its gates settled, export and time it
+	$(BIN)/python src/quickstart.py +experiment=quickstart $(ARGS)
 
 train: setup ## train an experiment: make train EXPERIMENT=balanced ARGS='seed=1'
 	$(BIN)/python src/train.py +experiment=$(EXPERIMENT) $(ARGS)
@@ -69,7 +69,7 @@ run-is-missing:
 test: setup browser ## lint, and every test that needs no download
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 browser: # Debian's chromium for the report's tests, where it can be installed
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
@@ -77,6 +77,9 @@ browser: # Debian's chromium for the report's tests, where it can be installed
 
 test-slow: setup ## ten thousand records, the memory of a long run, variations that take long
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-processors: setup ## what computes, as other processors would: SSE4, AVX2, AVX-512, this one, four threads
+	$(BIN)/python tests/processors.py $(ARGS)
 
 test-data: setup ## the real CIFAR-10 and MNIST paths
 	$(BIN)/python -m pytest -m data $(ARGS)

@@ -11,13 +11,15 @@ from cosinegate.config import require_positive
 
 def task(config: DictConfig) -> None:
     require_positive(config, "threads", "steps", "batches", "val_batches", "rounds")
-    from cosinegate.benchmark import bench, write
+    from cosinegate.benchmark import bench, require_own_files, write
     from cosinegate.console import say
 
+    require_own_files(Path(config.folder))
     experiment = f"+experiment={config.name}"
     figures = bench(config, cli.compose(experiment), cli.compose(experiment, "gate=none"))
     path = write(figures, Path(config.folder))
-    say(path.read_text())
+    for line in path.read_text().splitlines():
+        say(line)
     say(f"written to {path.parent}")
     if not all(figure.met for figure in figures):
         sys.exit("error: a bar was missed")

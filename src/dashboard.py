@@ -9,7 +9,7 @@ from cosinegate.errors import UserError
 
 def task(config: DictConfig) -> None:
     require(config)
-    from cosinegate.loggers import has_account
+    from cosinegate.loggers import has_account, require_answer, wandb_settings
 
     if not has_account():
         raise UserError(
@@ -20,6 +20,7 @@ def task(config: DictConfig) -> None:
     from cosinegate.dashboard import build_workspace
 
     try:
+        require_answer(str(wandb_settings().base_url))
         entity = config.entity or wandb.Api().default_entity
         saved = build_workspace(entity, config.project).save()
     except (wandb.Error, ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Export a run for deployment, ONNX and safetensors: `python src/export.py run=runs/predictive_balanced/<run>`."""
+"""Compile a run and export it, ONNX, int8 and safetensors: `python src/export.py run=runs/conservative/<run>`."""
 
 from omegaconf import DictConfig
 

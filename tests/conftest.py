@@ -5,41 +5,67 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from warm import Started, draw_no_curves
+from warm import Started, draw_no_curves, serve_commands
+from xdist.scheduler import LoadScopeScheduling
 
 import cosinegate.config  # noqa: F401 (registers the schema)
-from cosinegate import cli
+from cosinegate import cli, run
+from cosinegate.data.loader import Normalisation
 
 ROOT = Path(__file__).parents[1]
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "PATH": "/nonexistent"}
 
 config = cli.compose  # the config that a command line with these overrides would give
 
-# begun first, so that no process of the suite ends long after the others
-LONGEST = ["deploy_commands", "launchers", "gates", "resume", "onnx", "processes", "train", "bad_input", "wandb"]
-LONGEST += [
-    "search",
-    "peers",
-    "predictive",
-    "exits",
-    "faults",
-    "fault_commands",
-    "experiments",
-    "sweeps",
-    "safe_loading",
-]
+# begun first, so that no worker ends long after the others
+LONGEST = ["processors", "ranges", "deploy_commands", "compile", "launchers", "report", "wandb", "onnx", "processes"]
+LONGEST += ["gates", "train", "resume", "search", "faults", "fault_commands", "experiments", "exits", "predictive"]
+LONGEST += ["trunk", "peers", "pareto", "sweeps", "run_folder"]
 
-torch.set_num_threads(1)
+# what computes: a processor's way to add must not show (make test-processors)
+NUMERIC = ["calibration", "compile", "deploy", "deploy_commands", "evaluate", "exits", "experiments", "flops", "gates"]
+NUMERIC += ["full_path", "gate_equations", "gate_fit", "geometry", "losses", "network", "objective", "onnx", "routes"]
+NUMERIC += ["predictive", "processes", "relaxation", "resume", "runtime", "skip_cost", "torchvision", "trunk"]
+
+THREADS = int(os.environ.get("TEST_THREADS", "1"))
+
+torch.set_num_threads(THREADS)
 draw_no_curves()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the process that starts the workers, or the only one
+        serve_commands()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in NUMERIC:
+            item.add_marker(pytest.mark.numeric)
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     gc.freeze()  # what was imported stays: looking through it again and again takes a tenth of the time
+
+
+class SharedFixtures(LoadScopeScheduling):
+    """Tests of a file whose fixtures are made once stay on one worker, a parameter of such a fixture each. Others
+    go wherever there is time. (xdist's own groups do nothing beside pytest 9.2.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, name = nodeid.partition("::")
+        text = (ROOT / path).read_text()
+        if 'scope="module", params=' in text:
+            return f"{path}[{name.partition('[')[2].partition('-')[0]}"
+        return path if 'scope="module"' in text else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixtures:
+    return SharedFixtures(config, log)
 
 
 def process(*command: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> subprocess.CompletedProcess:
@@ -58,14 +84,24 @@ def process(*command: str, cwd: Path = ROOT, afresh: bool = False, **environment
     return subprocess.CompletedProcess(list(command), running.returncode, written, errors)
 
 
-def started(*command: str, cwd: Path = ROOT, merged: bool = False, **environment: str) -> Started:
-    """Such a command while it runs; `merged` writes its errors where its output goes."""
-    return Started(list(command), cwd, _environment(environment), merged)
+def started(
+    *command: str,
+    cwd: Path = ROOT,
+    merged: bool = False,
+    output: str | None = None,
+    closed: tuple[int, ...] = (),
+    **environment: str,
+) -> Started:
+    """Such a command while it runs; `merged` writes its errors where its output goes.
+
+    `output` is another file for its output, and `closed` are streams that it starts without.
+    """
+    return Started(list(command), cwd, _environment(environment), merged, output, closed)
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    return inherited | {"OMP_NUM_THREADS": "1", "NETRC": "/nonexistent", "PYTHONWARNINGS": "default"} | own
+    return inherited | {"OMP_NUM_THREADS": f"{THREADS}", "NETRC": "/nonexistent", "PYTHONWARNINGS": "default"} | own
 
 
 def assert_one_line(done: subprocess.CompletedProcess, *fragments: str) -> None:
@@ -92,3 +128,25 @@ def disk(tmp_path):
         pytest.skip("needs to mount a file system")
     yield tmp_path
     subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.fixture
+def in_double(monkeypatch) -> str:
+    """The override that trains in double precision, here from the first draw on, so that every processor has the same
+    figures: float32 weights and pixels differ in their last digit, and steps at a rate of 0.1 magnify it.
+    """
+    build = run.build_module
+
+    def build_in_double(config):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return build(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+        return (pixels.double() * self.scale + self.shift).permute(0, 3, 1, 2)
+
+    monkeypatch.setattr(run, "build_module", build_in_double)
+    monkeypatch.setattr(Normalisation, "__call__", normalise)
+    return "trainer.precision=64-true"

@@ -4,11 +4,13 @@ import functools
 
 import torch
 from conftest import config
+from same_routes import assert_same_routes
 from test_predictive import small
 
 from cosinegate.calibration import calibrate
 from cosinegate.data.module import ImageData
 from cosinegate.gate_fit import fit
+from cosinegate.networks import Output
 
 EXITS = ("gate=exit", "gate.exit_classifier=own", "objective.lambda_exit=0", "network.blocks=[1,1,4]")
 EXITS += ("optimizer.decay_gates=false", "gate.quantile.fit=64")
@@ -37,8 +39,8 @@ def digits(split: str) -> torch.Tensor:
 
 
 def images(number: int, rng: torch.Generator) -> torch.Tensor:
-    """Real ones, drawn from the test set."""
-    drawn = digits("test")[torch.randint(len(digits("test")), (number,), generator=rng)]
+    """Real ones, drawn from the test set, each at most once: a threshold between two equal logits would lie on both."""
+    drawn = digits("test")[torch.randperm(len(digits("test")), generator=rng)[:number]]
     return drawn.contiguous(memory_format=torch.channels_last)
 
 
@@ -62,10 +64,19 @@ def trained(*overrides: str, rng: torch.Generator):
     return network
 
 
-def eager(network, x):
+def eager(network, x) -> Output:
     with torch.no_grad():
-        output = network(x)
-    return output.logits, output.routing.gates.bool()
+        return network(x)
+
+
+def assert_same(scores: torch.Tensor, gates: torch.Tensor, network, expected: Output, atol: float = 1e-4) -> None:
+    """Another program of the network takes its routes, and has its scores and classes wherever it took them."""
+    same = assert_same_routes(gates, network, expected.routing)
+    scores, logits = scores[same], expected.logits[same]
+    torch.testing.assert_close(scores, logits, rtol=0, atol=atol)
+    best, second = logits.topk(2).values.unbind(1)
+    other = scores.argmax(1) != logits.argmax(1)
+    assert ((best - second)[other] <= 2 * atol).all()  # of two classes that score alike, either
 
 
 def gated(network) -> list[int]:

@@ -14,12 +14,11 @@ from cosinegate.run import train
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with five trained runs and everything that is wrong with what others could look like."""
+    """A folder with four trained runs and everything that is wrong with what others could look like."""
     folder = tmp_path_factory.mktemp("world")
     short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "callbacks.curves=null"]
     for name, words in {
         "good": ["+experiment=digits_predictive", "objective.start_epoch=0", "objective.warmup_epochs=0"],
-        "open": ["+experiment=digits_predictive"],  # its gates were not asked for their budget yet
         "dense": ["+experiment=digits", "gate=none"],
         "exact": ["+experiment=digits"],
         "random": ["+experiment=digits", "gate=random", "objective=plain"],
@@ -38,6 +37,17 @@ def world(tmp_path_factory) -> Path:
     (folder / "csv").mkdir()
     shutil.copy(folder / "good" / "record.json", folder / "csv")
     (folder / "csv" / "metrics.csv").write_text(f"epoch,val/acc\n1,{'9' * 200_000}x\n")
+    (folder / "link.html").symlink_to("theirs/thesis.txt")
+    (folder / "nowhere.html").symlink_to("not/there")
+    os.mkfifo(folder / "pipe.html")
+    (folder / "taken").mkdir()
+    for name in ("benchmark.png", "training.json", "digits-resnet14-w8-1epochs-counted.svg"):
+        (folder / "taken" / name).write_text("mine\n")
+    (folder / "mixed").mkdir()
+    (folder / "mixed" / "card.json").write_text('{"network": {}, "forms": {}, "files": {"batch.onnx": ""}}')
+    (folder / "mixed" / "int8.onnx").write_text("mine\n")
+    shutil.copytree(folder / "good", folder / "own")
+    (folder / "own" / "frontier.json").write_text('{"mine": 1}\n')
     (folder / "runs" / ".sweeps" / "mine").mkdir(parents=True)
     (folder / "runs" / ".sweeps" / "mine" / "study.db").write_text("no study\n")
     (folder / "runs" / ".sweeps" / "listed.json").write_text('{"runs": [1, {}]}')
@@ -48,6 +58,29 @@ DIGITS = "train +experiment=digits"
 CASES = [  # the command line, what the line says, and the environment
     # overrides
     ("train objective.lambda_flop=3", "did you mean lambda_flops"),
+    ("train +objective.lambda_flop=3", "did you mean lambda_flops"),
+    ("train ++objective.tua_target=.5", "did you mean tau_target"),
+    ("train +gate={kind:none,foo:1}", "gate.foo: no such key"),
+    ("train +hydra.job.nam=x", "did you mean name"),
+    ("train -m +experiment=digits +seeed=0,1", "did you mean seed"),
+    ("train -m +experiment=digits +hydra.sweeper.foo=1", "hydra.sweeper.foo: no such key"),
+    ("search +experiment=digits +search.trails=5", "did you mean trials"),
+    ("evaluate run=good +data.batch_size=4", "data: no such key"),
+    ("train ~seed", "seed: cannot be left out"),
+    ("train ~trainer.max_epochs", "trainer.max_epochs: cannot be left out"),
+    ("train -m ~name seed=0,1", "name: cannot be left out"),
+    ("train ~run_dir", "~run_dir: there is no such key, or it has no value"),
+    ("pareto ~runs", "runs: cannot be left out"),
+    ("train name=日本", "needs quotes of its own, as in 'name=\"日本\"'"),
+    ("train runs_dir=~no_such_user/x", "needs quotes of its own"),
+    ("train trainer.max_steps=0", "trainer.max_steps = 0: must be at least 1"),
+    ("train trainer.max_time=1h", "as in '00:12:00:00'"),
+    ("train trainer.max_time=00:00:00:00", "above zero"),
+    ("train trainer.profiler=fast", "simple or advanced or pytorch"),
+    ("train trainer.overfit_batches=-1", "trainer.overfit_batches"),
+    ("train trainer.fast_dev_run=-1", "trainer.fast_dev_run"),
+    ("train -m +experiment=digits trainer.fast_dev_run=true seed=0,1", "tries one run"),
+    ("search +experiment=digits trainer.fast_dev_run=true", "tries one run"),
     ("train trainer.max_epochs=many", "trainer.max_epochs"),
     ("train objective.tau_target=1.01", "at most 1"),
     ("train optimizer.lr=nan", "finite"),
@@ -70,6 +103,9 @@ CASES = [  # the command line, what the line says, and the environment
     ("train name=${nope}", "nope"),
     ("train name=", "name = : must be a plain folder name"),
     ("train name=..", "plain folder name"),
+    ("train name=.sweeps", "without a slash or a leading dot"),
+    ("train name=a/b", "without a slash or a leading dot"),
+    ("train -m seed=0,1 sweep=../x", "sweep = ../x: must be null or a plain file name"),
     ("train name=a\nb", "name=a b: not Hydra's grammar"),
     (f"train name={'a' * 300}", "plain folder name"),
     ("train name=\udcff", "is not UTF-8"),
@@ -106,6 +142,9 @@ CASES = [  # the command line, what the line says, and the environment
     (f"{DIGITS} trainer.devices=0", "devices=0"),
     (f"{DIGITS} trainer.devices=-3", "devices=-3"),
     (f"{DIGITS} trainer.strategy=nonsense", "strategy=nonsense"),
+    (f"{DIGITS} trainer.num_nodes=2", "set MASTER_ADDR, MASTER_PORT and NODE_RANK on every node"),
+    (f"{DIGITS} trainer.limit_test_batches=0.1", "trainer.limit_test_batches = 0.1: there are 2 batches; at least 0.5"),
+    (f"{DIGITS} trainer.overfit_batches=0.001", "trainer.overfit_batches = 0.001: there are 23 batches"),
     (f"{DIGITS} trainer.precision=12-bit", "precision=12-bit"),
     (f"{DIGITS} trainer=ddp trainer.accelerator=cpu data.batch_size=65", "2 devices"),
     (f"{DIGITS} data.drop_last=true data.batch_size=2000", "1438"),
@@ -138,6 +177,8 @@ CASES = [  # the command line, what the line says, and the environment
     ("search +experiment=digits search.space.tau_target.low=7", "search.space"),
     ("search +experiment=digits search.study=../x", "search.study"),
     ("search +experiment=digits search.study=mine", "is not a study"),
+    ("search +experiment=digits search.study=.submitit", "search.study"),
+    (f"search +experiment=digits search.study={'a' * 300}", "search.study"),
     ("search -m +experiment=digits seed=0,1", "leave -m out"),
     # checkpoints
     *(
@@ -161,25 +202,28 @@ CASES = [  # the command line, what the line says, and the environment
     ("calibrate run=ckpt/circle.ckpt", "too deep"),
     ("benchmark run=ckpt/bomb.ckpt", "values"),
     ("evaluate run=good limit_batches=-2", "limit_batches"),
+    ("evaluate run=good limit_batches=0.001", "limit_batches = 0.001: there are 2 batches; at least 0.5"),
     ("evaluate run=good threads=100000000000", "threads"),
     ("evaluate run=good accelerator=abacus", "abacus"),
     # deployment
-    ("export run=dense", "a dense network has no gates"),
-    ("export run=open", "its gates are open for every image, so there is nothing to skip"),
-    ("benchmark run=open batches=[1] compile=false", "its gates are open for every image, so there is nothing to skip"),
-    ("export run=exact", "train with gate=predictive"),
-    ("export run=random", "it cannot be exported"),
+    ("export run=dense", "a dense network has no gates, so there is nothing to compile"),
+    ("benchmark run=dense", "a dense network has no gates, so there is nothing to compile"),
+    ("calibrate run=exact", "train with gate=predictive"),
+    ("export run=random", "it cannot be exported; dynamic=round settles them"),
     ("benchmark run=random", "it cannot be exported"),
     ("calibrate run=random", "gates of kind random have no threshold"),
     ("export run=good budget=nan", "budget = nan"),
     ("export run=good tolerance=0.7", "tolerance = 0.7"),
+    ("benchmark run=good tolerance=-1", "tolerance = -1"),
+    ("export run=good dynamic=guess", "dynamic"),
+    ("export run=good specialise=true", "specialise"),
     ("export run=good folder=theirs", "is there and is no export"),
     ("export run=good folder=loop", "is there and is no export"),
     ("export run=good folder=file/x", "cannot be written"),
     ("export run=odd/deep", "record.json cannot be read"),
     ("calibrate run=good budgets=[]", "give at least one"),
     ("calibrate run=good budgets=[0.7,1.2]", "budget = 1.2"),
-    ("calibrate run=blocked budgets=[0.8]", "in the way"),
+    ("calibrate run=blocked budgets=[0.8]", "figures/frontier.png: cannot be written: Not a directory"),
     ("benchmark run=good batches=[0]", "batches = [0]"),
     ("benchmark run=good batches=[4000]", "there are 359 test images"),
     ("benchmark run=good folder=file", "cannot be written"),
@@ -218,7 +262,21 @@ CASES = [  # the command line, what the line says, and the environment
     ("report runs=[odd/yaml]", "config.yaml cannot be read"),
     ("report runs=[csv]", "metrics.csv cannot be read"),
     ("report runs=[theirs]", "has no record.json"),
-    ("report runs=[good] path=theirs limit_batches=1", "path = theirs: cannot be written"),
+    ("report runs=[good] path=theirs limit_batches=1", "theirs: cannot be written: there is a folder"),
+    # files of others, where a command would write
+    ("report runs=[good] path=good/record.json", "good/record.json: is there, and is no file that this command wrote"),
+    ("report runs=[good] path=file", "file: is there, and is no file that this command wrote"),
+    ("report runs=[good] path=link.html", "link.html: cannot be written: there is a link of that name"),
+    ("report runs=[good] path=nowhere.html", "there is a link of that name"),
+    ("report runs=[good] path=pipe.html", "there is a pipe or a device of that name"),
+    ("table sweep=null runs=[good] path=good/config.yaml", "good/config.yaml: is there, and is no file that this"),
+    ("table sweep=null runs=[good] path=taken/benchmark.md", "taken/benchmark.png: is there, and is no file that this"),
+    ("table sweep=null runs=[good] path=x.png", "path = x.png: is the figure's name"),
+    ("pareto runs=good folder=taken", "counted.svg: is there, and is no file that this command wrote"),
+    ("benchmark run=good folder=taken", "taken/benchmark.png: is there, and is no file that this command wrote"),
+    ("bench folder=taken", "taken/training.json: is there, and is no file that this command wrote"),
+    ("calibrate run=own", "own/frontier.json: is there, and is no file that this command wrote"),
+    ("export run=good folder=mixed", "mixed/int8.onnx: is there, and is no file of the export"),
     ("dashboard", "wandb login"),
     # data
     ("data imagenet", "cifar10"),

@@ -71,6 +71,18 @@ def test_a_bad_config_is_answered_with_one_line(case):
         assert fragment in line
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in cli.CONF.glob("*.yaml")))
+def test_no_command_takes_a_key_that_it_does_not_have(name):
+    with pytest.raises(UserError, match="nonsense: no such key"):
+        cli.compose("++nonsense=1", config_name=name)
+
+
+def test_what_has_no_schema_takes_any_key():
+    taken = config("+callbacks.mine._target_=a.B", "+logger.mine={_target_: a.C, x: {y: 1}}", "~callbacks.curves")
+    assert taken.logger.mine.x.y == 1
+    assert "curves" not in taken.callbacks
+
+
 def test_novelty_takes_gamma_of_either_sign():
     for gamma in (-2.0, 2.0):
         validate(config("gate.polarity=novelty", f"gate.gamma.init={gamma}"))
@@ -138,4 +150,4 @@ def test_help_tells_every_key_of_a_command(name):
 def test_help_is_that_through_a_process():
     done = process("src/export.py", "--help")
     assert done.returncode == 0
-    assert "tolerance: 0.0 # share of those images" in done.stdout
+    assert "tolerance: 0.0 # a block counts as closed, or open, for all where" in done.stdout

@@ -3,16 +3,15 @@
 import hashlib
 import json
 
-import numpy as np
 import pytest
 import torch
-from deployed import EXITS, FORMS, eager, images, trained
+from deployed import EXITS, FORMS, assert_same, eager, images, trained
 from safetensors.torch import load_file
 
+from cosinegate.deploy.compile import Action, compile_gates
 from cosinegate.deploy.folded import folded
 from cosinegate.deploy.onnx_forms import BranchForm, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.specialise import routed_otherwise, settled, specialise
 from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
 
@@ -58,40 +57,29 @@ def test_a_card_of_an_earlier_version_is_read_or_answered_with_a_line(rng, tmp_p
         rebuilt(older | {"format": 3}, tmp_path / "weights.safetensors")
 
 
-def test_specialising_removes_what_never_changes_and_says_what_that_costs(rng, tmp_path):
+def test_what_was_compiled_is_written_down_without_what_never_changes(rng, tmp_path):
     network = trained("network.depth=20", "gate.predictor.look=stage", rng=rng)
     turns = {1: torch.inf, 2: -torch.inf, 7: -torch.inf, 8: -torch.inf}
     for place, turn in turns.items():
         network.blocks[place].gate.opening.threshold.fill_(turn)
     x = images(60, rng)
-    logits, gates = eager(network, x)
-    made, changes = specialise(folded(network), x, tolerance=0.0)
-    assert [(change["block"], change["done"]) for change in changes] == [
-        (1, "removed"),
-        (2, "always computed"),
-        (7, "always computed"),
-        (8, "always computed"),
-    ]
-    assert all(change["otherwise"] == 0 for change in changes)
-    alone, of_thresholds = settled(folded(network))  # infinite ones need no images to be known
-    assert of_thresholds == changes
-    assert [block.head is None for block in alone.blocks] == [block.head is None for block in made.blocks]
+    expected = eager(network, x)
+    gates = expected.routing.gates.bool()
+    compiled, changes = compile_gates(network, x)
+    assert changes.places(Action.removed) == [1]
+    assert changes.places(Action.always) == [2, 7, 8]
+    assert torch.equal(compiled(x).logits, expected.logits)
+    made = folded(compiled)
     runtime = SkippingNetwork(made)
-    torch.testing.assert_close(runtime(x), logits, rtol=0, atol=1e-4)
-    assert torch.equal(runtime.gates, gates)
+    assert_same(runtime(x), runtime.gates, network, expected)
     assert [block.looks for block in made.blocks] == [i == 4 for i in range(9)]
     write_onnx(BranchForm(made), tmp_path / "branch.onnx", (1, 8, 8), one_image=True)
     scores, decided = run_onnx(session(tmp_path / "branch.onnx", 1), x.contiguous().numpy(), 1)
-    np.testing.assert_allclose(scores, logits.numpy(), rtol=0, atol=1e-4)
-    assert np.array_equal(decided, gates[:, [4, 5]].numpy())
+    routes = gates.clone()
+    routes[:, [4, 5]] = torch.from_numpy(decided)
+    assert_same(torch.from_numpy(scores), routes, network, expected)
     write_weights(made, tmp_path / "weights")
     assert not [name for name in load_file(tmp_path / "weights") if name.startswith("blocks.1.")]
     torch.testing.assert_close(SkippingNetwork(rebuilt(described(made), tmp_path / "weights"))(x), runtime(x))
     with pytest.raises(UserError, match="not the weights of its card"):
         rebuilt(described(folded(network)), tmp_path / "weights")
-    least = gates[:, [4, 5]].float().mean(0)
-    tolerant, more = specialise(folded(network), x, tolerance=float(max(least.min(), 0.02)))
-    runtime = SkippingNetwork(tolerant)
-    runtime(x)
-    assert len(more) >= len(changes)
-    assert routed_otherwise(gates, runtime.gates) <= sum(change["otherwise"] for change in more) + 1e-6

@@ -21,8 +21,9 @@ def test_evaluation_repeats_what_the_record_says(run):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["accuracy"] == record["accuracy"]["test"]
-    for key in ("mean_gate", "skip_percent", "routed_percent", "dynamic_blocks", "paths", "flops"):
+    for key in ("mean_gate", "skip_percent", "routed_percent", "dynamic_blocks", "paths"):
         assert found[key] == record[key]
+    assert found["flops"].items() <= record["flops"].items()  # which knows what compiling would leave, too
     assert [block["open"] for block in found["blocks"]] == record["blocks_open"]
     assert sum(entry["images"] for entry in found["classes"]) == found["images"] == 359
     right = sum(entry["images"] * entry["accuracy"] for entry in found["classes"])

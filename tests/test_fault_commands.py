@@ -30,7 +30,7 @@ def repair(folder: Path, fault: str) -> None:
 def assert_ends_with_one_line_and_goes_on(root: Path, fault: str, *words: str) -> None:
     command = ["src/train.py", *CUT, f"runs_dir={root}"]
     ended = process(*command, **IN_TESTS, FAULT=fault)
-    (folder,) = (root / "digits").iterdir()
+    (folder,) = (root / "digits").glob("*-s*")
     repair(folder, fault)
     assert_one_line(ended, str(folder), *words, "start the same command again")
     assert ended.returncode == 2
@@ -76,7 +76,7 @@ def test_a_folder_that_is_removed_ends_the_run_with_one_line(tmp_path):
 def test_a_damaged_checkpoint_is_put_aside_and_said(tmp_path):
     command = ["src/train.py", *CUT, f"runs_dir={tmp_path}"]
     assert process(*command, **IN_TESTS, FAULT="SIGTERM").returncode == 143
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     last = folder / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
     done = process(*command, **IN_TESTS)
@@ -90,7 +90,7 @@ def test_two_processes_end_together_where_one_cannot_write(tmp_path):
     ended = process("src/train.py", *CUT, *TWO, f"runs_dir={tmp_path}", **IN_TESTS, FAULT="checkpoints do not fit")
     assert_one_line(ended, "cannot be written: File too large")
     assert ended.returncode == 2
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     assert is_intact(folder / "checkpoints" / "last.ckpt")
 
 
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite(devices, tmp_path):
     ended = process("src/train.py", *CUT, *devices, "optimizer.lr=1e25", f"runs_dir={tmp_path}", **IN_TESTS)
     assert_one_line(ended, "the loss is nan in epoch 1, step 2: not_finite.pt has the state before it")
     assert ended.returncode == 2
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     assert read_record(folder)["error"].startswith("NotFinite: the loss is nan in epoch 1, step 2")
     kept = torch.load(folder / "not_finite.pt", weights_only=True)
     assert (kept["epoch"], kept["step"], len(set(kept["images"].tolist()))) == (0, 1, 32)
@@ -112,12 +112,12 @@ def test_a_search_that_is_asked_to_stop_saves_and_goes_on_with_its_trial(tmp_pat
     stopped = process(*command, **IN_TESTS, FAULT="SIGTERM")
     assert stopped.returncode == 143
     assert stopped.stderr.splitlines() == ["stopped (SIGTERM): start the same command again to go on"]
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     assert read_record(folder)["status"] == "stopped"
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
     done = process(*command, **IN_TESTS)
     assert done.returncode == 0, done.stderr
     assert "trial 1 goes on" in done.stdout
     assert "trial 2 starts" in done.stdout
-    records = [read_record(path) for path in (tmp_path / "digits").iterdir()]
+    records = [read_record(path) for path in (tmp_path / "digits").glob("*-s*")]
     assert [record["status"] for record in records] == ["finished"] * 2

@@ -75,7 +75,7 @@ def test_sigterm_saves_inside_the_epoch_and_exits_with_143(tmp_path):
     _, errors = running.communicate()
     assert running.returncode == 143
     assert errors.splitlines() == ["stopped (SIGTERM): start the same command again to go on"]
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
     assert (record["status"], record["error"], record["epochs"]["done"]) == ("stopped", "SIGTERM", 1)
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
@@ -311,7 +311,7 @@ def test_scraps_of_a_killed_write_are_removed(again, monkeypatch):
         stop_at(patched, 1, 1)
         with pytest.raises(Stopped):
             start(root, "soft")
-    scrap = folder_in(root) / "checkpoints" / ".last.ckpt-abc.part"
+    scrap = folder_in(root) / "checkpoints" / ".last.ckpt-0a1b2c3d.part"
     scrap.write_bytes(b"half")
     ends_as_if_nothing_had_happened()
     assert not scrap.exists()
@@ -324,7 +324,7 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_jobs_save(tmp_path):
     begun = set()
     while len(begun) < 2:
         time.sleep(0.05)
-        begun = {path for path in tmp_path.glob("digits/*/record.json") if read_record(path.parent)["first_step_at"]}
+        begun = {path for path in tmp_path.glob("digits/*-s*/record.json") if read_record(path.parent)["first_step_at"]}
         assert running.poll() is None
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate()

@@ -24,7 +24,7 @@ from cosinegate.record import read_metrics, read_record, write_record
 def results(runs: Path) -> dict[str, object]:
     """What a run computed, by its folder: the record without times, and the metrics without speed."""
     found = {}
-    for path in runs.glob("*/*/record.json"):
+    for path in runs.glob("*/*-s*/record.json"):
         record = json.loads(path.read_text())
         kept = {key: record[key] for key in ("status", "epochs", "accuracy", "mean_gate", "flops", "blocks_open")}
         rows = read_metrics(path.parent)
@@ -69,7 +69,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path
     command = ["src/train.py", "-m", *SHORT, "seed=0,1,2", "threads=1", f"runs_dir={tmp_path}"]
 
     def epochs() -> int:
-        return sum(json.loads(path.read_text())["epochs"]["done"] for path in tmp_path.glob("*/*/record.json"))
+        return sum(json.loads(path.read_text())["epochs"]["done"] for path in tmp_path.glob("*/*-s*/record.json"))
 
     for moment in (1, 5):  # in the first job and in the second
         running = started(*command, merged=True)
@@ -87,13 +87,16 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path
 @pytest.mark.slow
 def test_a_killed_parallel_sweep_leaves_no_process_behind(tmp_path):
     command = ["src/train.py", "-m", *SHORT, "seed=0,1", f"runs_dir={tmp_path}", "hydra/launcher=joblib"]
-    running = started(*command, "hydra.launcher.n_jobs=2", "trainer.max_epochs=500", merged=True)
-    until(lambda: len(list(tmp_path.glob("*/*/checkpoints/last.ckpt"))) == 2, running)
+    running = started(*command, "hydra.launcher.n_jobs=3", "trainer.max_epochs=500", merged=True)
+    until(lambda: len(list(tmp_path.glob("*/*-s*/checkpoints/last.ckpt"))) == 2, running)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    assert len(children) >= 3  # one of them has no job
     running.send_signal(signal.SIGKILL)
     running.wait()
-    folders, deadline = [path.parent for path in tmp_path.glob("*/*/record.json")], time.monotonic() + 30
-    while any(map(is_locked, folders)) and time.monotonic() < deadline:
+    folders, deadline = [path.parent for path in tmp_path.glob("*/*-s*/record.json")], time.monotonic() + 30
+    while any(Path("/proc", child).exists() for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)
+    assert not [child for child in children if Path("/proc", child).exists()]
     assert not any(map(is_locked, folders))  # nobody trains there
     assert [read_record(folder)["status"] for folder in folders] == ["stopped"] * 2
 
@@ -109,7 +112,7 @@ def test_a_failure_stops_and_hides_nothing_and_is_tried_again(tmp_path):
     assert sum("objective.tau_target = 7.0: must be" in line for line in lines) == 2
     (failed,) = [line for line in lines if "RuntimeError: a fault" in line]
     assert Path(failed.split("(more in ")[1].rstrip(")")).read_text().startswith("Traceback")
-    states = {path.parent.name[-2:]: json.loads(path.read_text()) for path in tmp_path.glob("*/*/record.json")}
+    states = {path.parent.name[-2:]: json.loads(path.read_text()) for path in tmp_path.glob("*/*-s*/record.json")}
     assert {seed: record["status"] for seed, record in states.items()} == {"s0": "failed", "s1": "finished"}
     assert "digits, resnet8-w8, 3 epochs" in done.stdout  # the table of what finished
     assert not list(tmp_path.glob("*/*-s1/traceback.txt"))
@@ -118,7 +121,7 @@ def test_a_failure_stops_and_hides_nothing_and_is_tried_again(tmp_path):
     assert "1 finished before, 1 to train" in again.stdout
     assert "RuntimeError" not in again.stderr
     assert not list(tmp_path.glob("*/*/traceback.txt"))
-    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*/record.json")} == {"finished"}
+    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*-s*/record.json")} == {"finished"}
 
 
 @pytest.mark.slow
@@ -129,7 +132,7 @@ def test_submitit_runs_jobs_through_its_local_executor(tmp_path):
     assert "[2 of 2 finished, 0:00:00 left]" in done.stdout
     logs = [path.read_text() for path in (tmp_path / ".sweeps" / ".submitit").glob("*/*_log.out")]
     assert sorted("job 1 of 2" in log for log in logs) == [False, True]
-    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*/record.json")} == {"finished"}
+    assert {json.loads(path.read_text())["status"] for path in tmp_path.glob("*/*-s*/record.json")} == {"finished"}
 
 
 class Broken:

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from conftest import config
-from deployed import EXITS, FORMS, eager, gated, images, trained
+from deployed import EXITS, FORMS, assert_same, eager, gated, images, trained
 
 from cosinegate.build import build_network
 from cosinegate.deploy.folded import Leading, folded
@@ -28,16 +28,14 @@ def test_onnx_takes_every_route_and_any_batch(overrides, rng, tmp_path):
     write_onnx(BranchForm(plain), tmp_path / "branch.onnx", (1, 8, 8), one_image=True)
     write_onnx(BatchForm(plain), tmp_path / "batch.onnx", (1, 8, 8), one_image=False)
     x = images(48, rng)
-    logits, gates = eager(network, x)
-    routes = gates[:, gated(network)]
-    assert len(torch.unique(routes, dim=0)) > 2
+    expected = eager(network, x)
+    assert len(torch.unique(expected.routing.gates, dim=0)) > 2
     array = x.contiguous().numpy()
     for name, batches in (("branch", (1,)), ("batch", (1, 5, 48))):
         model = session(tmp_path / f"{name}.onnx", 1)
         for batch in batches:
-            scores, decided = run_onnx(model, array, batch)
-            assert np.array_equal(decided, routes.numpy())
-            np.testing.assert_allclose(scores, logits.numpy(), rtol=0, atol=1e-4)
+            scores, decided = map(torch.from_numpy, run_onnx(model, array, batch))
+            assert_same(scores, decided, network, expected)
     operators = {node.op_type for node in _graph(tmp_path / "branch.onnx").node}
     assert "If" in operators
     assert {"NonZero", "If"} & {node.op_type for node in _graph(tmp_path / "batch.onnx").node} == {"NonZero"}
@@ -55,7 +53,7 @@ def test_onnx_with_all_open_and_with_an_empty_selection(turn, overrides, rng, tm
         if block.gate is not None:
             block.gate.opening.threshold.fill_(turn)
     x = images(6, rng)
-    logits, _ = eager(network, x)
+    logits = eager(network, x).logits
     for form, name, batch in ((BranchForm, "branch", 1), (BatchForm, "batch", 6)):
         write_onnx(form(folded(network)), tmp_path / f"{name}.onnx", (1, 8, 8), one_image=batch == 1)
         scores, decided = run_onnx(session(tmp_path / f"{name}.onnx", 1), x.contiguous().numpy(), batch)
@@ -96,10 +94,10 @@ def test_int8_runs_and_keeps_most_decisions(rng, tmp_path):
     kept = [onnx.numpy_helper.to_array(weight) for weight in _graph(tmp_path / "int8.onnx").initializer]
     largest = max(np.abs(weight.astype(int)).max() for weight in kept if weight.dtype == np.int8 and weight.ndim == 4)
     assert largest <= 64  # seven bits: of eight, sums saturate on some processors
-    logits, gates = eager(network, x)
-    scores, decided = run_onnx(session(tmp_path / "int8.onnx", 1), x.contiguous().numpy(), 128)
-    assert (torch.from_numpy(decided) == gates[:, gated(network)]).float().mean() > 0.85
-    assert (torch.from_numpy(scores).argmax(1) == logits.argmax(1)).float().mean() > 0.6
+    logits, routing = eager(network, x)[:2]
+    scores, decided = map(torch.from_numpy, run_onnx(session(tmp_path / "int8.onnx", 1), x.contiguous().numpy(), 128))
+    assert (decided == routing.gates[:, gated(network)]).float().mean() > 0.85
+    assert (scores.argmax(1) == logits.argmax(1)).float().mean() > 0.6
 
 
 def test_a_quiet_export_leaves_logging_as_it_was(capsys, caplog):
@@ -123,10 +121,8 @@ def test_what_is_compiled_is_the_network(rng):
     with torch.no_grad():
         torch.testing.assert_close(compiled_form(dense, x)(x), dense(x), rtol=0, atol=1e-4)
     network = trained(*EXITS, rng=rng)
-    logits, gates = eager(network, x)
     skipping = SkippingNetwork(folded(network), leading=compiled_form(Leading(folded(network)), x))
-    torch.testing.assert_close(skipping(x), logits, rtol=0, atol=1e-4)
-    assert torch.equal(skipping.gates, gates)
+    assert_same(skipping(x), skipping.gates, network, eager(network, x))
 
 
 def test_no_compiler_is_said(monkeypatch, capsys, rng):

@@ -43,7 +43,7 @@ def record(tmp_path_factory) -> tuple[dict, str]:
     root = tmp_path_factory.mktemp("run")
     done = process("src/train.py", "+experiment=digits", "trainer.max_epochs=1", f"runs_dir={root}")
     assert done.returncode == 0, done.stderr
-    (folder,) = (root / "digits").iterdir()
+    (folder,) = (root / "digits").glob("*-s*")
     return json.loads((folder / "record.json").read_text()), (folder / "config.yaml").read_text()
 
 
@@ -139,7 +139,7 @@ def test_absolute_costs_compare_networks_of_different_size(record, tmp_path, dra
     drawn("x=mflops")
     (table,) = folder.glob("*all-networks*mflops.md")
     lines = [line.split(" | ") for line in table.read_text().splitlines() if line.startswith("| ")][1:]
-    assert [line[6] for line in lines] == ["2.00", "1.40", "1.50"]
+    assert [line[7] for line in lines] == ["2.00", "1.40", "1.50"]
     assert [line[0] for line in lines] == ["| ★", "| ★", "| "]
     assert "resnet2-2-3-w16 dense" in lines[2][1]
     write(tmp_path / "runs", record, 0.9, 1.0, identity="old", flops={"executed": 1.0})

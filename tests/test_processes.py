@@ -23,7 +23,7 @@ def trained(root: Path, devices: int, *overrides: str, experiment: str = "digits
     done = process("src/train.py", *command, *overrides, "threads=1", f"runs_dir={root}")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    (folder,) = (root / experiment).iterdir()
+    (folder,) = (root / experiment).glob("*-s*")
     return folder, done.stdout
 
 

@@ -24,7 +24,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     for name, words in {"one": [], "two": ["gate.polarity=novelty"], "dense": ["gate=none"]}.items():
         done = process("src/train.py", *short, *words, f"runs_dir={root}/{name}")
         assert done.returncode == 0, done.stderr
-        (found[name],) = (root / name / "digits").iterdir()
+        (found[name],) = (root / name / "digits").glob("*-s*")
     return found
 
 
@@ -148,14 +148,71 @@ def test_odd_words_and_missing_numbers_break_nothing(runs, opened, tmp_path):
     odd = tmp_path / "odd"
     shutil.copytree(runs["one"], odd)
     record = json.loads((odd / "record.json").read_text())
-    record |= {"experiment": "<!-- <script> <img src=x onerror=alert(1)>", "images_per_second": float("nan")}
+    record |= {
+        "experiment": "<!-- <script> <img src=x onerror=alert(1)>",
+        "command": "a\u202eb",
+        "images_per_second": float("nan"),
+    }
     (odd / "record.json").write_text(json.dumps(record))
     (odd / "metrics.csv").unlink()
     write_report([odd, runs["two"]], tmp_path / "report.html")
     page = opened(tmp_path / "report.html")
     assert "<!-- <script> <img" in page.locator("#card").inner_text()
+    assert "a\\u202eb" in page.locator("#card").inner_text()
     page.locator("#frontier svg").hover(position={"x": 600, "y": 150})
     assert page.locator("#cir svg").count() == 1
+    page.locator("#fewest button").first.click()
+    assert page.locator("#route-drawing .block").count() == 3
+
+
+FIGURES = ["skip_percent", "tau_target", "dynamic_blocks", "paths", "mean_gate", "images_per_second", "parameters"]
+FIGURES += ["git_commit", "seed", "epochs.planned", "accuracy.best", "accuracy.best_epoch", "accuracy.last"]
+FIGURES += ["accuracy.test", "flops.counted", "flops.executed", "versions.torch"]
+
+
+def test_what_a_record_lacks_is_said_and_every_chart_is_drawn(runs, opened, tmp_path):
+    def without(name: str, keys: list[str], value: object) -> Path:
+        """A copy whose record has the value, or with `...` nothing, in place of the figures."""
+        shutil.copytree(runs["one"], tmp_path / name)
+        record = json.loads((tmp_path / name / "record.json").read_text())
+        for key in keys:
+            *parents, last = key.split(".")
+            node = record[parents[0]] if parents else record
+            node.pop(last)
+            node |= {} if value is ... else {last: value}
+        (tmp_path / name / "record.json").write_text(json.dumps(record))
+        return tmp_path / name
+
+    copies = [without("one", ["skip_percent"], None), without("null", FIGURES, None), without("gone", FIGURES, ...)]
+    copies += [without("rows", [], None), without("nan", ["flops.executed", "accuracy.best"], float("nan"))]
+    lines = [line.split(",") for line in (copies[3] / "metrics.csv").read_text().splitlines()]
+    holes = {"gates/mean": "nan", "gates/block_00": "", "val/acc": "inf"}
+    lines[1] = [holes.get(name, value) for name, value in zip(*lines[:2], strict=True)]
+    (copies[3] / "metrics.csv").write_text("\n".join(map(",".join, lines)) + "\n")
+    write_report(copies, tmp_path / "report.html", limit_batches=1)
+    page = opened(tmp_path / "report.html")
+    for place, copy in enumerate(copies):
+        page.select_option("#run", str(place))
+        page.select_option("#against", str((place + 1) % len(copies)))
+        for chart in CHARTS:
+            assert page.locator(f"#{chart} svg").count() == 1, (copy.name, chart)
+            assert not {"undefined", "NaN", "null"} & set(caption(page, chart).split()), (copy.name, chart)
+    page.select_option("#run", "0")
+    record = json.loads((copies[0] / "record.json").read_text())
+    assert f"executed {record['flops']['executed']:.3f} of" in caption(page, "efficiency")
+    assert "Not recorded: percent skipped." in caption(page, "efficiency")
+    page.select_option("#run", "1")
+    assert "Not recorded: best accuracy, its epoch, last accuracy." in caption(page, "accuracy")
+
+
+def test_gates_without_cir_have_routes_and_no_geometry(opened, tmp_path):
+    tiny = ["+experiment=digits", "gate=aig", "objective=per_block", "trainer.max_epochs=1", "threads=1"]
+    done = process("src/train.py", *tiny, "trainer.limit_train_batches=2", f"run_dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    write_report([tmp_path / "run"], tmp_path / "report.html", limit_batches=1)
+    page = opened(tmp_path / "report.html")
+    assert page.locator("#s-geometry").is_hidden()
+    assert page.locator("#paths svg").count() == 1
     page.locator("#fewest button").first.click()
     assert page.locator("#route-drawing .block").count() == 3
 
@@ -185,7 +242,7 @@ def test_a_corrupt_record_is_one_line(runs, tmp_path):
     assert not (broken / "report.html").exists()
     with pytest.raises(UserError, match=r"has no record\.json"):
         write_report([tmp_path], tmp_path / "report.html")
-    with pytest.raises(UserError, match=f"path = {tmp_path}: cannot be written"):
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot be written: there is a folder"):
         report(config(f"runs=[{runs['one']}]", f"path={tmp_path}", "limit_batches=1", config_name="report"))
     assert not list(tmp_path.parent.glob(f".{tmp_path.name}-*"))
     record = json.loads((runs["one"] / "record.json").read_text())

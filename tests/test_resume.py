@@ -101,7 +101,7 @@ def test_a_stopped_run_ends_as_one_that_was_never_stopped(never_stopped, point, 
         stop_at(patched, *POINTS[point])
         with pytest.raises(Stopped):
             start(root, kind)
-    (folder,) = (path.parent for path in root.glob("digits*/*/record.json"))
+    (folder,) = (path.parent for path in root.glob("digits*/*-s*/record.json"))
     record = read_record(folder)
     assert (record["status"], record["error"]) == ("stopped", "SIGTERM")
     seen = []
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_network_is_answered_with_a_line(tmp_path):
     written = (folder / "record.json").read_text()
     (folder / "record.json").write_text(written.replace('"status": "finished"', '"status": "stopped"'))
     shutil.copy(dense / "checkpoints" / "last.ckpt", folder / "checkpoints" / "last.ckpt")
-    with pytest.raises(UserError, match=r"last.ckpt is of another network, or was written by another version: "):
+    with pytest.raises(UserError, match=r"last.ckpt is of another run: .*, and this one has "):
         start(tmp_path / "one", "predictive")
     assert read_metrics(folder)[3]
 
@@ -134,7 +134,7 @@ def test_the_same_seed_gives_the_same_bits_twice(threads, tmp_path):
     for time in ("first", "second"):
         done = process("src/train.py", *words, OMP_NUM_THREADS=f"{threads}")
         assert done.returncode == 0, done.stderr
-        (folder,) = (tmp_path / "digits").iterdir()
+        (folder,) = (tmp_path / "digits").glob("*-s*")
         folders.append(folder.rename(tmp_path / time))
     assert_same_run(*folders)
 
@@ -147,7 +147,7 @@ def test_two_processes_stop_together_and_end_as_if_they_never_had(kind, tmp_path
     words += ["data.batch_size=30", f"runs_dir={tmp_path}"]
     whole = process("src/train.py", *words)
     assert whole.returncode == 0, whole.stderr
-    (folder,) = tmp_path.glob("digits*/*")
+    (folder,) = tmp_path.glob("digits*/*-s*")
     finished = folder.rename(tmp_path / "whole")
     running = started("src/train.py", *words)
     for line in running.stdout:

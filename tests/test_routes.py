@@ -40,7 +40,9 @@ def test_the_threshold_is_where_the_gate_turns_without_a_controller():
     assert routes.open.shape == (359, 3)
     assert 0 < routes.open.mean() < 1
     for block in range(3):  # γ < 0: open below the threshold, for every image
-        assert np.array_equal(routes.open[:, block], routes.cir[:, block] < routes.threshold[block])
+        clear = np.abs(routes.cir[:, block] - routes.threshold[block]) > 1e-5
+        assert clear.mean() > 0.95
+        assert np.array_equal(routes.open[clear, block], routes.cir[clear, block] < routes.threshold[block])
     assert np.array_equal(routes.label, data.splits["test"][1].numpy())
 
 

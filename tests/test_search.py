@@ -32,7 +32,7 @@ def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
     running = started(*command)
 
     def epochs() -> int:
-        paths = (tmp_path / "killed").glob("digits/*/record.json")
+        paths = (tmp_path / "killed").glob("digits/*-s*/record.json")
         return sum(json.loads(path.read_text())["epochs"]["done"] for path in paths)
 
     while epochs() < 3:  # in the second trial
@@ -45,7 +45,7 @@ def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
     assert "1 of 3 trials finished before" in done.stdout
     assert found(tmp_path / "killed") == found(tmp_path / "whole")
     assert [state for state, *_ in found(tmp_path / "whole")] == ["COMPLETE"] * 3
-    records = [json.loads(path.read_text()) for path in (tmp_path / "killed").glob("digits/*/record.json")]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "killed").glob("digits/*-s*/record.json")]
     values = sorted((r["accuracy"]["best"], 1 - r["accuracy"]["best_skip_percent"] / 100) for r in records)
     assert values == sorted(tuple(trial.values) for trial in study_in(tmp_path / "killed").trials)
     assert {record["selected_on"] for record in records} == {"holdout"}
@@ -94,6 +94,18 @@ def test_a_trial_stopped_while_its_values_were_chosen_is_not_taken_up(tmp_path):
     ]
     (tmp_path / ".sweeps" / "mine" / "study.db").write_bytes(b"not a database, whatever it says" * 100)
     assert_one_line(process(*command, "search.trials=2"), "study.db cannot be used")
+
+
+def test_a_studys_name_is_no_address(tmp_path):
+    """?, %, # and braces have a meaning in the address of a database, and none in a path."""
+    name = "a?mode=memory%20#{x}"
+    words = [*SHORT, "trainer.max_epochs=1", "search.trials=1", f"search.study='{name}'", "runs_dir='r?u#ns'"]
+    done = process(str(ROOT / "src" / "search.py"), *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["r?u#ns"]
+    assert (tmp_path / "r?u#ns" / ".sweeps" / name / "study.db").stat().st_size > 1000
+    again = process(str(ROOT / "src" / "search.py"), *words, cwd=tmp_path)
+    assert "1 of 1 trials finished before" in again.stdout
 
 
 BAD = [

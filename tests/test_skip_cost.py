@@ -139,6 +139,7 @@ def test_other_gates_are_not_priced():
         assert priced_places(build_network(config(*overrides))) == []
 
 
+@pytest.mark.slow
 def test_gates_learn_which_images_a_block_can_be_skipped_for(rng):
     """Gates alone are trained, on a network that was: what they say of images they never saw is worth something."""
     made = config("+experiment=digits_predictive", "data.validation=holdout", "objective.start_epoch=100")

@@ -1,10 +1,12 @@
 """What a sweep is made of: its jobs, its names, what is refused, and what it leaves."""
 
+import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
-from conftest import ROOT, assert_one_line, process
+from conftest import ROOT, assert_one_line, process, started
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
@@ -15,6 +17,7 @@ from cosinegate import cli, sweep
 from cosinegate.config import identity, leaves, primitives
 from cosinegate.errors import UserError
 from cosinegate.loggers import wandb_logger
+from cosinegate.manifest import add_to_manifest, read_manifest
 from cosinegate.record import read_record
 
 SHORT = ["+experiment=digits", "trainer.max_epochs=3", "trainer.limit_train_batches=4"]
@@ -151,6 +154,39 @@ def test_a_job_whose_record_is_corrupt_fails_alone(tmp_path):
 # running them
 
 
+def test_commands_of_one_sweep_add_to_its_list_and_unnamed_ones_have_a_list_each(tmp_path):
+    tiny = [*SHORT, "trainer.max_epochs=1", "callbacks.curves=null", f"runs_dir={tmp_path}/runs"]
+    sweep = ["src/train.py", "-m", *tiny]
+    beside = started(*sweep, "+sweeps=seeds", "seed=0")
+    for words in (["+sweeps=seeds", "seed=1,2"], ["seed=0,1"], ["seed=2,1"]):
+        done = process(*sweep, *words)
+        assert done.returncode == 0, done.stderr
+    assert beside.wait() == 0, beside.errors()
+    assert "2 jobs, 2 finished before, 0 to train" in done.stdout  # of this command, whatever the lists hold
+    lists = [json.loads(path.read_text())["runs"] for path in (tmp_path / "runs" / ".sweeps").glob("*.json")]
+    assert sorted("".join(sorted(run[-1] for run in runs)) for runs in lists) == ["01", "012", "12"]
+    drawn = process("src/pareto.py", "sweep=seeds", f"runs_dir={tmp_path}/runs", f"folder={tmp_path}/pareto")
+    assert drawn.returncode == 0, drawn.stderr
+    assert len((tmp_path / "pareto" / "digits-resnet8-w8-1epochs-counted.csv").read_text().splitlines()) == 1 + 3
+
+
+def test_processes_that_add_to_a_list_at_once_lose_nothing(tmp_path):
+    with ThreadPoolExecutor(16) as pool:
+        tuple(pool.map(lambda n: add_to_manifest("mine", str(tmp_path), [tmp_path / str(n)]), range(64)))
+    path = tmp_path / ".sweeps" / "mine.json"
+    assert sorted(map(int, read_manifest(path))) == list(range(64))
+
+
+def test_a_list_that_cannot_be_read_is_left_as_it_is(tmp_path):
+    path = tmp_path / ".sweeps" / "mine.json"
+    path.parent.mkdir()
+    path.write_text('{"runs": 5}')
+    done = process("src/train.py", "-m", *SHORT, "sweep=mine", "seed=0,1", f"runs_dir={tmp_path}")
+    assert_one_line(done, str(path), "lists no runs")
+    assert path.read_text() == '{"runs": 5}'
+    assert not (tmp_path / "digits").exists()
+
+
 def test_make_trains_what_is_missing_and_draws_it():
     command = ["make", "--dry-run", "--old-file=.venv/ready", "pareto", "SWEEP=quick", "ARGS=seed=0 runs_dir=there"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -187,7 +223,7 @@ def test_wandbs_own_sweep_drives_the_same_entry_point(tmp_path):
     agent = {"WANDB_SWEEP_ID": "sweep1", "WANDB_RUN_ID": "run1", "WANDB_PROJECT": "cosinegate"}
     done = process(*command, *small, **agent)
     assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "balanced").iterdir()
+    (folder,) = (tmp_path / "balanced").glob("*-s*")
     record = read_record(folder)
     assert (record["status"], record["sweep"], record["lambda_flops"]) == ("finished", "wandb", 5.0)
     assert list(folder.glob("wandb/offline-run-*/run-run1.wandb"))

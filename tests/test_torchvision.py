@@ -7,10 +7,9 @@ from conftest import config
 from torchvision.models.resnet import BasicBlock
 
 from cosinegate.build import build_module
+from cosinegate.deploy.export import export
 from cosinegate.deploy.flops import dense_flops
-from cosinegate.deploy.folded import folded
-from cosinegate.deploy.trained import load_trained
-from cosinegate.errors import UserError
+from cosinegate.evaluate import evaluate
 from cosinegate.gates.fixed import FixedGate
 from cosinegate.networks.torchvision import TorchvisionResNet, residual_blocks
 from cosinegate.run import network_name, train
@@ -58,20 +57,27 @@ def test_a_gated_torchvision_network_trains_a_few_steps(network, gate):
     with torch.no_grad():
         routing = module.network.eval()(x).routing
     assert set(routing.gates.unique().tolist()) <= {0.0, 1.0}
-    with pytest.raises(UserError, match="torchvision"):
-        folded(module.network)
 
 
-def test_it_trains_through_the_program_and_its_run_cannot_be_exported(tmp_path):
+@pytest.mark.parametrize(
+    ("network", "gate"), [("resnet18", "cosine"), pytest.param("resnet50", "aig", marks=pytest.mark.slow)]
+)
+def test_it_trains_through_the_program_and_is_compiled_and_exported(network, gate, tmp_path):
     short = ["data=digits", "data.batch_size=16", "trainer.max_epochs=1", "threads=1", "callbacks.curves=null"]
     short += [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
-    chosen = config("network=resnet18", "gate=aig", "objective=per_block", *short, f"runs_dir={tmp_path}")
+    objective = "per_block" if gate == "aig" else "cosinegate"
+    chosen = config(f"network={network}", f"gate={gate}", f"objective={objective}", *short, f"runs_dir={tmp_path}")
     record = train(chosen)
-    assert (record["status"], record["network"]) == ("finished", "torchvision-resnet18")
-    assert len(record["blocks_open"]) == 8
-    assert 0 < record["flops"]["executed"] <= 1.01
-    with pytest.raises(UserError, match="not torchvision's"):
-        load_trained(chosen.run_dir)
+    blocks = {"resnet18": 8, "resnet50": 16}[network]
+    assert (record["status"], record["network"]) == ("finished", f"torchvision-{network}")
+    assert len(record["blocks_open"]) == blocks
+    assert record["compiled"]["same_class"] <= record["compiled"]["images"] == 359
+    card = export(config(f"run={chosen.run_dir}", "threads=1", "images=20", "dynamic=round", config_name="export"))
+    assert card["compiled"]["computed"] == card["forms"]["compiled"]["blocks"]
+    for name in ("runtime", "network.onnx"):
+        assert card["forms"][name]["equal"]
+    found, *_ = evaluate(config(f"run={chosen.run_dir}/export", "limit_batches=1", config_name="evaluate"))
+    assert found["flops"]["executed"] == pytest.approx(card["executed"], rel=1e-3)
 
 
 def test_it_composes_from_config_with_its_name_and_its_parameters():

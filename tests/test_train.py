@@ -32,7 +32,7 @@ def digits(tmp_path_factory):
     """One whole run of the digits experiment through its real command line."""
     root = tmp_path_factory.mktemp("digits")
     done = process("src/train.py", "+experiment=digits", "threads=1", f"runs_dir={root}", afresh=True)
-    (folder,) = (root / "digits").iterdir()
+    (folder,) = (root / "digits").glob("*-s*")
     return done, folder
 
 
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_never_stopped(digits, tmp_path):
             break
     running.send_signal(signal.SIGKILL)
     running.wait()
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     record, rows = read_record(folder), read_metrics(folder)
     assert record["status"] == "running"
     assert record["epochs"]["done"] == len(rows)
@@ -171,7 +171,7 @@ def test_an_interrupted_run_says_so_and_its_record_too(tmp_path):
     _, errors = running.communicate()
     assert running.returncode == 130
     assert errors.splitlines() == ["stopped (interrupted): start the same command again to go on"]
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
     assert (record["status"], record["error"]) == ("stopped", "interrupted")
 
@@ -180,7 +180,7 @@ def test_a_failing_run_is_recorded_as_failed(tmp_path, monkeypatch):
     monkeypatch.setattr("cosinegate.objective.Objective.mean_gate", lambda self, gates: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         short(tmp_path, "+experiment=digits", *SHORT)
-    (folder,) = (tmp_path / "digits").iterdir()
+    (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
     assert record["status"] == "failed"
     assert "ZeroDivisionError" in record["error"]
@@ -251,9 +251,9 @@ def test_a_multirun_trains_every_job_in_a_wandb_run_of_its_own(tmp_path):
     jobs = ["+experiment=digits", "seed=0,1", "logger=[wandb,tensorboard]", f"runs_dir={tmp_path}", *SHORT]
     done = process("src/train.py", "-m", *jobs)
     assert done.returncode == 0, done.stderr
-    seeds = [json.loads(path.read_text())["seed"] for path in tmp_path.glob("digits/*/record.json")]
+    seeds = [json.loads(path.read_text())["seed"] for path in tmp_path.glob("digits/*-s*/record.json")]
     assert sorted(seeds) == [0, 1]
-    for folder in (tmp_path / "digits").iterdir():  # offline, as there is no account
+    for folder in (tmp_path / "digits").glob("*-s*"):  # offline, as there is no account
         (run,) = (folder / "wandb").glob("offline-run-*/*.wandb")
         assert run.stem == f"run-digits-{folder.name}"
         assert list((folder / "tensorboard").glob("events*"))

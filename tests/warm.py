@@ -2,7 +2,7 @@
 
 A process of its own, with its own arguments, environment, streams, signals and exit code, in tenths of a second instead
 of the eight that the imports take. What imports themselves do is tested by the commands that are started afresh; those
-draw their curves too, which takes as long as the rest of a short run.
+draw their curves too, which takes as long as the rest of a short run. All workers of a test run share one such process.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parents[1]
+ADDRESS = "COSINEGATE_WARM_PROCESS"
 # not onnxruntime: a process forked from one that has it does not end
 ROOMS = ["run", "search", "sweep", "evaluate", "analysis.pareto", "report.page", "report.content"]
 
@@ -27,14 +29,25 @@ ROOMS = ["run", "search", "sweep", "evaluate", "analysis.pareto", "report.page",
 class Started:
     """A command that was started; as far as tests need it, what subprocess.Popen is."""
 
-    def __init__(self, command: list[str], cwd: Path, environment: dict[str, str], merged: bool) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        cwd: Path,
+        environment: dict[str, str],
+        merged: bool,
+        output: str | None = None,
+        closed: tuple[int, ...] = (),
+    ) -> None:
         self.returncode: int | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 closed with the object
         reading, writing = os.pipe()
         told, telling = os.pipe()
+        if output is not None:
+            os.dup2(os.open(output, os.O_WRONLY), writing)
         streams = [writing, writing if merged else self._errors.fileno(), telling]
-        request = json.dumps({"command": command, "cwd": str(cwd), "environment": environment}).encode()
-        socket.send_fds(_server(), [request], streams)
+        request = {"command": command, "cwd": str(cwd), "environment": environment, "closed": closed}
+        with _connected() as server:
+            socket.send_fds(server, [json.dumps(request).encode()], streams)
         os.close(writing)
         os.close(telling)
         self.stdout: IO[str] = open(reading)  # noqa: SIM115
@@ -68,32 +81,43 @@ class Started:
         self.send_signal(signal.SIGKILL)
 
 
-_socket: socket.socket | None = None
+def serve_commands() -> None:
+    """Starts the warm process, for this process and those it starts; it ends when this one does."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(address := f"\0cosinegate-tests-{os.getpid()}")  # an abstract address: no file is left behind
+    listening.listen(64)
+    ends, kept = os.pipe()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    command = [sys.executable, __file__, str(listening.fileno()), str(ends)]
+    subprocess.Popen(command, pass_fds=[listening.fileno(), ends], env=environment, stdin=subprocess.DEVNULL)
+    listening.close()
+    os.close(ends)
+    os.set_inheritable(kept, False)
+    os.environ[ADDRESS] = address[1:]
 
 
-def _server() -> socket.socket:
-    """The warm process of this test process; it ends when this one does."""
-    global _socket
-    if _socket is None:
-        _socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-        theirs.close()
-    return _socket
+def _connected() -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect("\0" + os.environ[ADDRESS])
+    return connection
 
 
-def _next_command(requests: socket.socket) -> list[str]:
-    """Returns in a process forked for a command, with its streams, folder and environment; ends when nobody asks."""
+def _next_command(listening: socket.socket, ends: int) -> list[str]:
+    """Returns in a process forked for a command, with its streams, folder and environment; ends with the test run."""
     gc.freeze()
     while True:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
-        message, (*streams, telling), *_ = socket.recv_fds(requests, 1 << 18, 3) if _more(requests) else sys.exit()
+        if ends in select.select([listening, ends], [], [])[0]:
+            listening.close()
+            sys.exit()
+        with listening.accept()[0] as connection:
+            message, (*streams, telling), *_ = socket.recv_fds(connection, 1 << 18, 3)
         if os.fork() == 0:
             break
         for fd in (*streams, telling):
             os.close(fd)
-    requests.close()
+    listening.close()
+    os.close(ends)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
     if child > 0:  # keeps the command company and tells how it ended
@@ -117,12 +141,11 @@ def _next_command(requests: socket.socket) -> list[str]:
     encoding = os.environ.get("PYTHONIOENCODING")
     sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115 as Python opens them itself
     sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for fd in request["closed"]:
+        os.close(fd)
+        setattr(sys, {1: "stdout", 2: "stderr"}[fd], None)  # as Python has it then
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
     return request["command"]
-
-
-def _more(requests: socket.socket) -> bool:
-    return bool(requests.recv(1, socket.MSG_PEEK))
 
 
 def draw_no_curves() -> None:
@@ -137,7 +160,7 @@ def _serve() -> None:
     for room in ROOMS:
         importlib.import_module(f"cosinegate.{room}")
     draw_no_curves()
-    script, *arguments = _next_command(socket.socket(fileno=int(sys.argv[1])))
+    script, *arguments = _next_command(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     if script == "-m":
         script, *arguments = arguments
         sys.argv = [script, *arguments]

@@ -30,11 +30,11 @@ from cosinegate.build import build_module
 from cosinegate.commands import BenchConfig
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
-from cosinegate.files import write_atomically
 from cosinegate.lit import LitCosineGate
 from cosinegate.memory import keep_freed_memory
 from cosinegate.networks import ResNet
 from cosinegate.objective import Objective
+from cosinegate.outputs import require_own, write_text
 from cosinegate.record import provenance, read_record
 from cosinegate.schema import OptimizerConfig
 
@@ -233,12 +233,17 @@ def _endless(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, 
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
+def require_own_files(folder: Path) -> None:
+    """Ends with one line where somebody else's file has one of the names."""
+    own = {"training.json": r'\{\s*"versions": \{.*"figures": \[', "training.md": "# Training speed\n\n`make bench`"}
+    require_own({folder / name: pattern for name, pattern in own.items()})
+
+
 def write(figures: list[Figure], folder: Path) -> Path:
     """training.md and training.json; gives the path of the former."""
-    folder.mkdir(parents=True, exist_ok=True)
     facts = provenance() | {"threads": torch.get_num_threads()}
     content: dict[str, Any] = facts | {"figures": [figure._asdict() for figure in figures]}
-    write_atomically(folder / "training.json", json.dumps(content, indent=2) + "\n")
+    write_text(folder / "training.json", json.dumps(content, indent=2) + "\n")
     lines = [
         "# Training speed",
         "",
@@ -248,7 +253,7 @@ def write(figures: list[Figure], folder: Path) -> Path:
     lines += ["| what | measured | bar | met | how |", "|---|---|---|---|---|"]
     lines += [f"| {f.what} | {f.value:.3f} | {f.bar} | {'yes' if f.met else 'no'} | {f.how} |" for f in figures]
     path = folder / "training.md"
-    write_atomically(path, "\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n")
     return path
 
 
@@ -269,4 +274,4 @@ def _train_all(runs: str, *overrides: str) -> list[dict[str, Any]]:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()}")
-    return [read_record(path.parent) for path in Path(runs).glob("*/*/record.json")]
+    return [read_record(path.parent) for path in Path(runs).glob("*/*-s*/record.json")]

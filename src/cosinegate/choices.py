@@ -135,6 +135,14 @@ class Checkpoint(Enum):
     best = "best"
 
 
+class Dynamic(Enum):
+    """What compiling does with a block that is open for some images and closed for others."""
+
+    keep = "keep"  # exact; a gate that needs F(x) saves nothing
+    round = "round"  # open or closed for all, as most images have it
+    predict = "predict"  # an MLP that is fitted to a gate that needs F(x) decides before F
+
+
 class Cost(Enum):
     """What accuracy is held against."""
 

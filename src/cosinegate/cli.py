@@ -1,8 +1,6 @@
 """Runs an entry point under Hydra. A person's mistake ends as one line on stderr, with exit code 2."""
 
 import argparse
-import dataclasses
-import difflib
 import os
 import re
 import signal
@@ -21,12 +19,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 import cosinegate.commands  # noqa: F401  the schemas that conf/ names
-from cosinegate.config import SWEEPS
+from cosinegate.config import SWEEPS, no_such_key, not_left_out, require_schema, schema_keys
 from cosinegate.errors import NotFinite, UserError
+from cosinegate.escape import printable
 from cosinegate.files import write_atomically
 from cosinegate.orphans import end_with
 from cosinegate.secret import masked
 from cosinegate.stop import Stopped
+from cosinegate.streams import lost_output, make_lossy
 
 CONF = Path(__file__).parents[2] / "conf"
 PLAIN = (
@@ -58,10 +58,13 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         composed = True
         if os.getppid() == started_by:  # a worker of a parallel sweep
             end_with(started_by)
-        sweeps = next((word for word in sys.argv if word.startswith("hydra.sweeper.")), None)
+            make_lossy()
+        sweeps = next((word for word in sys.argv if word.lstrip("+~").startswith("hydra.sweeper.")), None)
         if sweeps is not None and current_job() is None:
             end(UserError(f"{sweeps}: is for a multirun, and this would train one run; add -m"))
         try:
+            require_schema(config)
+            require_schema(HydraConfig.get(), "hydra.")
             return task(config)
         except Stopped as stopped:
             if os.getpid() != started_by:  # a worker must not take up the next job
@@ -87,6 +90,7 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         end(UserError(f"-m: a multirun is for src/train.py, not for {Path(sys.argv[0]).name}; leave -m out"))
     if config_name in PLAIN and {"-h", "--help"} & set(sys.argv):
         print(explained(config_name))
+        _end_where_output_was_lost(trained=False)
         return
     asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
@@ -106,12 +110,30 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
         _end_stopped(stopped)
     except KeyboardInterrupt:
         end_interrupted()
+    except SystemExit as ended:
+        if not ended.code:  # Hydra's own help
+            _end_where_output_was_lost(trained=False)
+        raise
+    _end_where_output_was_lost(trained=config_name in ("train", "search"))
+
+
+def _end_where_output_was_lost(trained: bool) -> None:
+    """What was trained is in its folder; what another command found out was to be read."""
+    words = lost_output()
+    if words is not None and trained:
+        print(f"what was printed could not be written ({words}); the run's folder has everything", file=sys.stderr)
+    elif words is not None:
+        end(UserError(f"what was printed could not be written: {words}"))
 
 
 def check_surroundings() -> None:
     """Ends with one line where the command line or the environment would trip up what is loaded later."""
+    make_lossy()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal without our letters shows a question mark
+    if not os.environ.get("COLUMNS", "1").isdecimal() or int(os.environ.get("COLUMNS", "1")) == 0:
+        del os.environ["COLUMNS"]  # a terminal that does not know its width
+    sys.argv[1:] = map(_with_home, sys.argv[1:])
     os.environ["MPLBACKEND"] = "Agg"  # figures go to files, whatever a notebook asked for
     argparse.ArgumentParser.error = lambda self, message: end(UserError(message))  # without the usage over many lines
     for word in sys.argv[1:]:
@@ -119,10 +141,19 @@ def check_surroundings() -> None:
             word.encode()
         except UnicodeEncodeError:
             end(UserError(f"{word!a}: is not UTF-8"))
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        end(UserError("the working folder was removed: change to one that is there"))
     for name in (*RANKS, *THREADS):
         value, least = os.environ.get(name, "1"), 1 if name in THREADS else 0
         if not all(part.strip().isdecimal() and int(part) >= least for part in value.split(",")):
             end(UserError(f"{name} = {value} (environment): must be a whole number, at least {least}"))
+
+
+def _with_home(word: str) -> str:
+    """A shell expands ~ at a word's beginning alone, and Hydra's grammar has none."""
+    return re.sub(r"(?<=[=\[,\"'])~[\w.-]*(?=/)", lambda found: os.path.expanduser(found[0]), word)
 
 
 def explained(config_name: str) -> str:
@@ -157,7 +188,9 @@ def compose(*overrides: str, config_name: str = "train") -> DictConfig:
     """The config that an entry point, `src/train.py` if not another, would get with these overrides."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose(config_name, list(overrides))
+        config = hydra.compose(config_name, list(overrides))
+    require_schema(config)
+    return config
 
 
 def end(error: Exception) -> NoReturn:
@@ -188,7 +221,7 @@ def _says_nothing() -> bool:
 
 def one_line(error: BaseException) -> str:
     """What went wrong, with the key, without the advice that a closed schema makes wrong."""
-    return " ".join(_words(error).split())
+    return printable(" ".join(_words(error).split()))
 
 
 def _words(error: BaseException) -> str:
@@ -201,24 +234,22 @@ def _words(error: BaseException) -> str:
         return f"{where or type(error).__name__}: {error.strerror or error}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        parent, _, key = cause.full_key.rpartition(".")
-        known = _keys(cause.object_type)
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f", did you mean {near[0]}?" if near else ""
-        where = f"{parent} has" if parent else "there are"
-        return f"{cause.full_key}: no such key{hint}" + (f" ({where} {', '.join(known)})" if known else "")
+        return no_such_key(cause.full_key, schema_keys(cause.object_type))
     if isinstance(cause, OmegaConfBaseException):
+        if cause.full_key and "does not support deletion" in str(cause):
+            return not_left_out(cause.full_key)
         words = (
             str(cause.msg or cause).splitlines()[0].replace("is not a ListConfig, list or tuple", "is not a list [...]")
         )
         return ": ".join(filter(None, [cause.full_key, words]))
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override}: not Hydra's grammar, which is key=value: "
-            f"{str(error.__cause__ or error).split(' See ')[0].splitlines()[0]}"
-        )
+        why = str(error.__cause__ or error).split(" See ")[0].splitlines()[0]
+        key, given, value = error.override.partition("=")
+        if given and value and not set("[](){}'\"\n") & set(value):
+            why = f"a value with such letters needs quotes of its own, as in '{key}=\"{value}\"'"
+        return f"{error.override}: not Hydra's grammar, which is key=value: {why}"
+    if unknown := re.search(r"unexpected keyword argument '(.+)'.*\sfull_key: (\S+)", str(error), re.DOTALL):
+        return no_such_key(f"{unknown[2]}.{unknown[1]}", [])
+    if gone := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
+        return f"~{gone[1]}: there is no such key, or it has no value"
     return str(error).split("Config search path:")[0].split("Search path:")[0]
-
-
-def _keys(schema: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else []

@@ -6,7 +6,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from cosinegate.choices import Checkpoint, Cost, MeasuredOn, Sampler
+from cosinegate.choices import Checkpoint, Cost, Dynamic, MeasuredOn, Sampler
 from cosinegate.schema import Config
 
 
@@ -96,7 +96,7 @@ class ExportConfig:
     checkpoint: Checkpoint | None = None
     folder: str | None = None
     budget: float | None = None
-    specialise: bool = MISSING
+    dynamic: Dynamic = MISSING
     tolerance: float = MISSING
     images: int | None = None
     root: str | None = None
@@ -123,6 +123,8 @@ class BenchmarkConfig:
     folder: str | None = None
     against: list[str] = MISSING
     budget: float | None = None
+    dynamic: Dynamic = MISSING
+    tolerance: float = MISSING
     batches: list[int] = MISSING
     rounds: int = MISSING
     compile: bool = MISSING

@@ -1,7 +1,10 @@
 """The range of every value of a training config, and the identity of what it asks for."""
 
+import dataclasses
+import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,9 +21,16 @@ NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "sweep", "save
 NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
+NOT_IDENTITY += ("trainer.profiler",)
 # Keys that came after runs had been trained, with the value by which a run is what it was without them.
 LATER = {"objective.lambda_full": 0.0, "objective.lambda_exit": 1.0, "gate.exits": False, "network.widths": None}
-LATER |= {"gate.exit_classifier": Classifier.shared, "trunk": None}
+LATER |= {"gate.exit_classifier": Classifier.shared, "trunk": None, "weights": None}
+LATER |= {
+    "trainer.max_steps": -1,
+    "trainer.max_time": None,
+    "trainer.overfit_batches": 0,
+    "trainer.fast_dev_run": False,
+}
 
 LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
 DEEPEST, WIDEST = 1202, 4096
@@ -31,13 +41,27 @@ SECRET = re.compile(r"api_?key|token|secret|passw|credential", re.IGNORECASE)
 
 
 def is_plain_name(value: str) -> bool:
-    """Whether it can name a file or a folder, on any disk and in one line."""
-    return value not in ("", ".", "..") and "/" not in value and value.isprintable() and len(value.encode()) <= 150
+    """Whether it can name a file or a folder, on any disk and in one line.
+
+    Names that begin with a dot are for what is not a run: `.sweeps`, `.lock`.
+    """
+    shown = value.isprintable() and value.strip() == value and not value.startswith(".")
+    return value != "" and shown and "/" not in value and len(value.encode()) <= 150
 
 
 def is_batches(value: Any) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return value is None or (whole and value <= MOST_IMAGES) or (isinstance(value, float) and 0 < value <= 1)
+
+
+def seconds(max_time: str) -> int | None:
+    """Of DD:HH:MM:SS; None where it is something else."""
+    found = re.fullmatch(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)", max_time)
+    return (
+        sum(int(part) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
+        if found
+        else None
+    )
 
 
 def is_devices(value: Any) -> bool:
@@ -48,11 +72,12 @@ def is_devices(value: Any) -> bool:
     return isinstance(value, str) or (whole and abs(value) <= 256)
 
 
+PROFILERS = ("simple", "advanced", "pytorch")
 TORCHVISION = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: list[Rule] = [
-    ("name", is_plain_name, "a plain folder name"),
-    ("sweep", lambda v: v is None or is_plain_name(v), "null or a plain file name"),
+    ("name", is_plain_name, "a plain folder name, without a slash or a leading dot"),
+    ("sweep", lambda v: v is None or is_plain_name(v), "null or a plain file name, without a slash or a leading dot"),
     ("seed", lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
     ("threads", lambda v: v is None or 1 <= v <= MOST_THREADS, f"null or from 1 to {MOST_THREADS}"),
     ("save_minutes", lambda v: 0 <= v <= 1e6, "from 0 to 1e6"),
@@ -124,6 +149,19 @@ RULES: list[Rule] = [
         )
         for stage in ("train", "val", "test")
     ),
+    ("trainer.max_steps", lambda v: v == -1 or v >= 1, "at least 1, or -1 for as many as the epochs have"),
+    ("trainer.max_time", lambda v: v is None or seconds(v), "null or DD:HH:MM:SS above zero, as in '00:12:00:00'"),
+    (
+        "trainer.fast_dev_run",
+        lambda v: isinstance(v, int) and 0 <= v <= MOST_IMAGES,
+        "true, false or a number of batches",
+    ),
+    (
+        "trainer.overfit_batches",
+        lambda v: v is not None and not isinstance(v, bool) and (v == 0 or is_batches(v)),
+        "0, a number of batches (1, 2, ...) or a share (0.0 < x <= 1.0)",
+    ),
+    ("trainer.profiler", lambda v: v in (None, *PROFILERS), f"null, {' or '.join(PROFILERS)}"),
     ("trainer.devices", is_devices, "a number of devices up to 256, a list of their indices, or a word"),
     ("trainer.log_every_n_steps", lambda v: v >= 0, "at least 0"),
     ("trainer.num_sanity_val_steps", lambda v: v >= -1, "at least 0, or -1 for all"),
@@ -132,6 +170,38 @@ RULES: list[Rule] = [
     ("trainer.check_val_every_n_epoch", lambda v: v >= 1, "at least 1"),
     ("trainer.accumulate_grad_batches", lambda v: v >= 1, "at least 1"),
 ]
+
+
+def require_schema(node: Any, path: str = "") -> None:
+    """Ends with one line where a key is not the schema's, which `+` can add, or is gone, which `~` can bring about."""
+    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
+        return
+    known = schema_keys(OmegaConf.get_type(node))
+    for key in known if path == "" else []:  # of the others OmegaConf itself lets none go
+        if key not in list(node):
+            raise UserError(not_left_out(key))
+    for key in node:
+        if known and key not in known and f"{path}{key}" != "hydra.env":  # Hydra's own, beside its schema
+            raise UserError(no_such_key(f"{path}{key}", known))
+        require_schema(node._get_node(key), f"{path}{key}.")
+
+
+def schema_keys(schema: Any) -> list[str]:
+    """The keys of a part of a config; none where any key may be."""
+    return [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else []
+
+
+def not_left_out(full_key: str) -> str:
+    return f"{full_key}: cannot be left out; give it a value, as in {full_key}=..."
+
+
+def no_such_key(full_key: str, known: list[str]) -> str:
+    """One line about a key that a part of a config does not have, with the one that may have been meant."""
+    parent, _, key = full_key.rpartition(".")
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f", did you mean {near[0]}?" if near else ""
+    where = f"{parent} has" if parent else "there are"
+    return f"{full_key}: no such key{hint}" + (f" ({where} {', '.join(known)})" if known else "")
 
 
 def require(config: DictConfig) -> None:
@@ -230,8 +300,16 @@ def _check_exits(config: DictConfig) -> None:
 
 def _check_trunk(config: DictConfig) -> None:
     """Ends with one line where a trunk that is held would leave nothing to learn."""
+    for key in ("weights", "trunk"):
+        path = Path(config[key] or "")
+        if path.name == LATEST and path.is_symlink():  # the same command would ask for another run tomorrow
+            raise UserError(f"{key} = {path}: give the run's own folder, {path.parent / os.readlink(path)}")
+    if config.weights == "":
+        raise UserError("weights: give a run's folder or a checkpoint, as in weights=runs/digits/...")
     if config.trunk is None:
         return
+    if config.weights is not None:
+        raise UserError(f"weights = {config.weights}: trunk = {config.trunk} gives weights too; leave one of them out")
     if not config.trunk:
         raise UserError("trunk: give the folder of a dense run, as in trunk=runs/resnet20/...")
     if config.gate.kind in (GateKind.none, GateKind.random, GateKind.fixed, GateKind.drop):
@@ -255,6 +333,14 @@ def _check_reward(config: DictConfig) -> None:
     if reinforce.start_epoch >= config.trainer.max_epochs:
         needed = f"must be below trainer.max_epochs = {config.trainer.max_epochs}, or nothing learns by reward"
         raise UserError(f"objective.reinforce.start_epoch = {reinforce.start_epoch:g}: {needed}")
+
+
+def check_one_of_several(config: DictConfig) -> None:
+    """What a run alone may have and a job of a sweep, or a trial of a search, may not."""
+    if config.run_dir is not None:
+        raise UserError(f"run_dir = {config.run_dir}: several runs have a folder each; runs_dir is where they lie")
+    if config.trainer.fast_dev_run:
+        raise UserError("trainer.fast_dev_run: tries one run, and keeps nothing that a sweep or a search could show")
 
 
 def is_number(value: Any) -> bool:
@@ -300,13 +386,15 @@ def identity(config: DictConfig) -> str:
         for parent in parents:
             node = node[parent]
         del node[last]
-    if config.trunk:  # runs of several seeds, each from the trunk of its own, are one configuration
-        content["trunk"] = re.sub(rf"-s{config.seed}$", "", str(Path(config.trunk)))
+    for key in ("trunk", "weights"):
+        if config[key]:  # runs of several seeds, each from the run of its own, are one configuration
+            content[key] = re.sub(rf"-s{config.seed}$", "", str(Path(config[key])))
     if content["gate"]["kind"] == GateKind.none.name:
         content["gate"], content["objective"] = {"kind": "none"}, None  # a dense network looks at nothing else of them
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
+LATEST = "latest"  # beside the runs of an experiment: a link to the newest
 SWEEPS = ".sweeps"  # in runs_dir: which runs a sweep has, a search's study, a launcher's logs
 
 

@@ -1,5 +1,6 @@
 """What a person sees in the terminal. Plain text where there is no terminal, no colour where NO_COLOR asks for none."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cosinegate.dynamic import routed_percent
-from cosinegate.record import require
+from cosinegate.escape import printable
+from cosinegate.record import ended_early, require
 from cosinegate.secret import masked
 
 if TYPE_CHECKING:
@@ -22,22 +24,33 @@ BARS = "·▁▂▃▄▅▆▇█"
 SHOWN = ("experiment", "data", "seed", "selected_on", "gate", "blocks_open", "dynamic_blocks", "paths", "tau_target")
 SHOWN += ("accuracy.test", "accuracy.last", "accuracy.best", "accuracy.last_epoch", "accuracy.best_epoch")
 SHOWN += ("mean_gate", "skip_percent", "flops.counted", "flops.executed", "images_per_second", "seconds")
+COMPILED = tuple(f"compiled.{key}" for key in ("executed", "blocks", "same_class", "images"))
 
 
 def say(words: str) -> None:
     """A line, from the first of several processes alone."""
     if _is_first_process():
-        Console(highlight=False, soft_wrap=True).print(masked(words), markup=False)
+        Console(highlight=False, soft_wrap=True).print(printable(masked(words)), markup=False, emoji=False)
+
+
+def complain(words: str) -> None:
+    """A line on stderr."""
+    print(printable(masked(words)), file=sys.stderr)
+
+
+def cell(words: str) -> Text:
+    """Words of a table as they are: without markup, and without what a terminal would obey."""
+    return Text(printable(words))
 
 
 def show_record(record: dict[str, Any], folder: Path) -> None:
     """The table that ends a training run."""
     if not _is_first_process():
         return
-    require(record, folder / "record.json", *SHOWN)
+    require(record, folder / "record.json", *SHOWN, *(key for key in ("ended_early",) if record.get(key) is not None))
     accuracy, flops = record["accuracy"], record["flops"]
     table = Table(
-        title=Text(f"{record['experiment']} on {record['data']}, seed {record['seed']}"), title_justify="left"
+        title=cell(f"{record['experiment']} on {record['data']}, seed {record['seed']}"), title_justify="left"
     )
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -60,6 +73,9 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
         ("distinct paths", str(record["paths"]), "sets of open blocks"),
         ("images/s", f"{record['images_per_second']:.0f}", f"training; {record['seconds']:.0f} s in all"),
     ]
+    if early := ended_early(record):
+        done, why = early.split(", ", 1)
+        rows.insert(0, ("ended early", done, why))
     if record["gate"] == "none":
         rows = [
             row
@@ -67,7 +83,15 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
             if row[0] not in ("mean gate", "skip", "FLOPs counted", "dynamic blocks", "distinct paths")
         ]
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(cell, row))
+    if record.get("cut"):
+        limits = ", ".join(f"trainer.{key}={value}" for key, value in record["cut"].items())
+        table.add_row("cut", "yes", cell(f"{limits}: nothing to compare with a whole run"))
+    if record.get("compiled") is not None:  # an earlier version's record has none
+        require(record, folder / "record.json", *COMPILED)
+        compiled, blocks = record["compiled"], len(record["blocks_open"])
+        words = f"FLOPs; blocks {compiled['blocks']} of {blocks}, same answers on {compiled['same_class']:,} of "
+        table.add_row("compiled", f"{compiled['executed']:.3f}", f"{words}{compiled['images']:,} images")
     if record["gate"] != "none":
         table.add_row("open by block", bars(record["blocks_open"]), "first to last; full: every image computes it")
     Console().print(table)
@@ -98,11 +122,11 @@ def show_routing(summary: "RoutingSummary", classes: tuple[str, ...]) -> None:
 
 def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Words in the first column, figures in the others."""
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=cell(title), title_justify="left")
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(cell, row))
     terminal = Console()
     widest = terminal.measure(table, options=terminal.options.update(width=500)).maximum
     Console(width=max(terminal.width, widest)).print(table)  # rather wrapped by the terminal than cut off

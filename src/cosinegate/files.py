@@ -1,9 +1,12 @@
 """Writing a file so that a reader finds the old one or the new one, never a part."""
 
 import contextlib
+import errno
 import os
-import tempfile
-from collections.abc import Iterator
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -19,17 +22,17 @@ def replacing(path: Path, kept_as: Path | None = None) -> Iterator[IO[bytes]]:
 
     With `kept_as` the file that it replaces stays under that name.
     """
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", suffix=PART, delete=False) as file:
+    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}{PART}")
+    with part.open("xb") as file:  # with the rights that the umask leaves
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)
             if kept_as is not None and path.exists():
                 _keep(path, kept_as)
-            os.replace(file.name, path)
+            os.replace(part, path)
         except BaseException:
-            os.unlink(file.name)
+            os.unlink(part)
             raise
     _settle(path.parent)
 
@@ -58,17 +61,50 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(masked(text).encode())
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing, so that a loss of power does not undo it."""
+    refuse_dangling_links(folder)
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        _settle(made.parent)
+
+
+def refuse_dangling_links(folder: Path) -> None:
+    """Ends with one line where a part of the path is a link to nothing: no folder can be made there."""
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            raise UserError(f"{folder}: cannot be made: {place} is a link to {os.readlink(place)}, which is not there")
+
+
 def require_writable(folder: Path) -> None:
     """Ends with one line before the work instead of after it; makes the folder where there is none."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=PART):
-            pass
+        make_folder(folder)
+        probe = folder / f".{secrets.token_hex(4)}{PART}"
+        probe.touch(exist_ok=False)
+        probe.unlink()
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
-def remove_parts(folder: Path) -> None:
-    """Of writes that a kill ended."""
-    for path in folder.rglob(f".*{PART}"):
-        path.unlink(missing_ok=True)
+def is_part(name: str, of: Iterable[str]) -> bool:
+    """Whether a file of this name is what a write of one of the files `of` leaves where a kill ends it."""
+    return re.fullmatch(rf"\.({'|'.join(map(re.escape, of))})-[0-9a-z_]{{8}}{re.escape(PART)}", name) is not None
+
+
+def remove_parts(folder: Path, of: Iterable[str]) -> None:
+    """Removes what ended writes of the files `of` left in the folder, and nothing else."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in list(folder.iterdir()):
+            if is_part(path.name, of) and stat.S_ISREG(path.lstat().st_mode):
+                path.unlink(missing_ok=True)
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Opens a regular file and nothing else: a link is not followed, a pipe not waited for."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor

@@ -1,8 +1,12 @@
 """Where metrics go: always metrics.csv in the run's folder; W&B where it is asked for, offline without an account."""
 
 import contextlib
+import functools
+import http.client
 import os
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -15,7 +19,32 @@ from cosinegate.console import say
 from cosinegate.errors import UserError
 from cosinegate.record import Row, read_metrics, write_metrics
 
+PATIENCE = 10  # seconds, for W&B's server to answer
 WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+@functools.cache
+def _unanswered(address: str) -> OSError | None:
+    """What asking W&B's server ended with, once a process: the jobs of a sweep need not all wait for it."""
+    say(f"W&B: asking {address}")
+    try:
+        with urllib.request.urlopen(address, timeout=PATIENCE):
+            return None
+    except urllib.error.HTTPError:
+        return None  # an answer
+    except (OSError, http.client.HTTPException) as error:
+        return error if isinstance(error, OSError) else OSError(type(error).__name__)
+
+
+def require_answer(address: str) -> None:
+    """Fails in seconds where wandb itself would try for minutes, without a word."""
+    error = _unanswered(address) if rank_zero_only.rank == 0 else None
+    if error is not None:
+        raise error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(getattr(error, "reason", None) or type(error).__name__).split())
 
 
 @contextlib.contextmanager
@@ -48,9 +77,10 @@ class CarefulWandb(WandbLogger):
             return None
         if self._experiment is None and self._wandb_init.get("mode") == "online":
             try:
+                require_answer(str(wandb_settings().base_url))
                 return super().experiment
             except Exception as error:
-                say(f"W&B cannot be reached ({type(error).__name__}): the run is kept offline")
+                say(f"W&B cannot be reached ({_reason(error)}): the run is kept offline")
                 self._wandb_init["mode"] = "offline"
                 with contextlib.suppress(Exception):
                     sys.modules["wandb"].teardown()  # its service holds the run's id for the attempt that failed
@@ -137,13 +167,15 @@ def wandb_logger(
         mode = os.environ.get("WANDB_MODE") or ("online" if has_account() else "offline")
         if mode not in WANDB_MODES[1:]:
             raise UserError(f"WANDB_MODE = {mode} (environment): must be one of {', '.join(WANDB_MODES[1:])}")
-    _settings()
+    wandb_settings()
     folder = Path(run_dir)
     run_id = f"{folder.parent.name}-{folder.name}"
     os.environ["WANDB_DATA_DIR"] = str(folder / "wandb" / "data")  # a table's images: beside the run, not in the home
     if "WANDB_SWEEP_ID" not in os.environ:  # an agent of a W&B sweep has its own
         kwargs |= {"id": run_id, "project": project}
     words = [tag.name if isinstance(tag, Enum) else tag for tag in tags]  # an interpolated choice is no word yet
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        kwargs.setdefault("settings", {"init_timeout": 3 * PATIENCE})
     kwargs |= {"group": sweep or group, "tags": list(dict.fromkeys([*words, *([sweep] if sweep else [])]))}
     return CarefulWandb(name=run_id, save_dir=run_dir, mode=mode, resume="allow", **kwargs)
 
@@ -152,10 +184,10 @@ def has_account() -> bool:
     """Whether W&B has a key on this machine."""
     from wandb.sdk.lib import wbauth
 
-    return bool(os.environ.get("WANDB_API_KEY") or wbauth.read_netrc_auth(host=str(_settings().base_url)))
+    return bool(os.environ.get("WANDB_API_KEY") or wbauth.read_netrc_auth(host=str(wandb_settings().base_url)))
 
 
-def _settings() -> Any:
+def wandb_settings() -> Any:
     """W&B's settings with the environment's; wandb itself would refuse a bad one over many lines, in mid-run."""
     import wandb
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cosinegate.console import clock, percent, say
 from cosinegate.lock import is_locked
+from cosinegate.record import ended_early
 
 if TYPE_CHECKING:
     from cosinegate.sweep import Job
@@ -92,7 +93,10 @@ def _stamp(folder: Path) -> int | None:
 def _news(record: dict[str, Any], epochs_before: int) -> str:
     if record["status"] == "finished":
         accuracy, gate, executed = record["accuracy"]["test"], record["mean_gate"], record["flops"]["executed"]
-        return f"finished with {percent(accuracy)}, gate {gate:.3f}, executed {executed:.3f}"
+        early = ended_early(record)
+        return f"finished with {percent(accuracy)}, gate {gate:.3f}, executed {executed:.3f}" + (
+            f" ({early})" if early else ""
+        )
     if record["status"] == "stopped":
         return "stopped"
     if record["status"] == "failed":

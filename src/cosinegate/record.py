@@ -30,8 +30,10 @@ Row = dict[str, float]
 # what a record's numbers can be, by their keys
 NUMBERS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("accuracy.test", "accuracy.last", "accuracy.best", "mean_gate", "tau_target"), (0, 1)),
-    **dict.fromkeys(("epochs.done", "accuracy.last_epoch", "accuracy.best_epoch"), (0, 10**9)),
-    **dict.fromkeys(("flops.counted", "flops.executed", "dynamic_blocks"), (0, 10**6)),
+    **dict.fromkeys(("epochs.done", "weights.epochs", "accuracy.last_epoch", "accuracy.best_epoch"), (0, 10**9)),
+    **dict.fromkeys(("flops.counted", "flops.executed", "flops.compiled", "dynamic_blocks"), (0, 10**6)),
+    **dict.fromkeys(("compiled.executed", "compiled.blocks", "compiled.dynamic_blocks"), (0, 10**6)),
+    **dict.fromkeys(("compiled.same_class", "compiled.images"), (0, 10**9)),
     **dict.fromkeys(("latency_ms", "images_per_second", "seconds", "paths"), (0, 1e12)),
     **dict.fromkeys(("epochs.planned", "trunk.epochs"), (1, 10**9)),
     "flops.dense_per_image": (0, 1e18),
@@ -40,7 +42,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "skip_percent": (-1, 101),  # with room for rounding
 }
 NAMES = ("identity", "data", "gate", "selected_on", "network")  # some of them name files
-PARTS = ("epochs", "accuracy", "flops", "versions")
+PARTS = ("epochs", "accuracy", "flops", "versions", "cut", "compiled")
 KINDS = {**dict.fromkeys(NUMBERS, (int, float)), **dict.fromkeys(NAMES, str), **dict.fromkeys(PARTS, dict)}
 
 
@@ -81,6 +83,21 @@ def require(record: dict[str, Any], path: Path, *keys: str) -> None:
             raise UserError(f"{path}: {key} = {str(value)[:80]}")
 
 
+def check_values(record: dict[str, Any], path: Path) -> None:
+    """Ends with one line where a record that a run goes on from holds what no run can have."""
+    require(record, path, *(key for key in NUMBERS if found(record, key) is not None))
+    first_step_at, trained_by = record.get("first_step_at"), record.get("trained_by", [])
+    if not isinstance(record.get("started", ""), str) or not (first_step_at is None or is_number(first_step_at)):
+        raise UserError(f"{path}: started = {record.get('started')}, first_step_at = {first_step_at}; {AWAY}")
+    spans = trained_by if isinstance(trained_by, list) else [None]
+    if not all(isinstance(span, dict) and _is_span(span.get("epochs")) for span in spans):
+        raise UserError(f"{path}: trained_by = {str(trained_by)[:80]}; {AWAY}")
+
+
+def _is_span(epochs: Any) -> bool:
+    return isinstance(epochs, list) and len(epochs) == 2 and all(type(epoch) is int and epoch >= 1 for epoch in epochs)
+
+
 def found(record: dict[str, Any], key: str) -> Any:
     """The value of a dotted key, or None."""
     for part in key.split("."):
@@ -100,12 +117,18 @@ def read_metrics(folder: Path) -> dict[int, Row]:
     except FileNotFoundError:
         return {}
     try:
-        rows = list(csv.DictReader(io.StringIO(text)))
-        read = {int(row["epoch"]): {k: float(v) for k, v in row.items() if k != "epoch" and v != ""} for row in rows}
-    except (KeyError, ValueError, TypeError, csv.Error) as error:
+        names, *lines = list(csv.reader(io.StringIO(text))) or [["epoch"]]
+        read: dict[int, Row] = {}
+        for number, line in enumerate(lines, 2):
+            if len(line) != len(names):
+                raise ValueError(f"line {number} has {len(line)} values for {len(names)} columns")
+            row = dict(zip(names, line, strict=True))
+            epoch = int(row.pop("epoch"))
+            if epoch in read or not 1 <= epoch <= NUMBERS["epochs.done"][1]:
+                raise ValueError(f"line {number} is of epoch {epoch}: epochs count from 1, each once")
+            read[epoch] = {name: float(value) for name, value in row.items() if value != ""}
+    except (KeyError, ValueError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
-    if not all(1 <= epoch <= NUMBERS["epochs.done"][1] for epoch in read):
-        raise UserError(f"{path} cannot be read: its epochs do not count from 1")
     return read
 
 
@@ -144,6 +167,15 @@ def accuracies(rows: dict[int, Row], at_budget: bool = False) -> dict[str, Any]:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def ended_early(record: dict[str, Any]) -> str | None:
+    """What ended a finished run before its schedule did, in words."""
+    done, planned = record["epochs"]["done"], found(record, "epochs.planned")
+    by = record.get("ended_early")
+    if record["status"] != "finished" or (by is None and done == (planned or done)):
+        return None
+    return f"{done} of {planned} epochs, ended by {by or 'what its record does not name'}"
 
 
 def provenance() -> dict[str, Any]:

@@ -1,10 +1,15 @@
 """Trains a run from its config, in its folder, from wherever it stopped."""
 
 import contextlib
+import difflib
 import errno
 import logging
+import math
+import os
+import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +20,17 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from cosinegate import console
 from cosinegate.build import build_module
-from cosinegate.calibration import Budget
 from cosinegate.callbacks.calibrated import Calibrated
-from cosinegate.callbacks.checkpoints import BEST, LAST, PREVIOUS, AtomicCheckpoints, Checkpoints
-from cosinegate.callbacks.console import EpochLine
+from cosinegate.callbacks.checkpoints import LAST, PREVIOUS, AtomicCheckpoints, Checkpoints
+from cosinegate.callbacks.compiled import CompiledNetwork
+from cosinegate.callbacks.console import EpochLine, count_from_one
+from cosinegate.callbacks.cut import Cut
 from cosinegate.callbacks.epoch_sums import EpochSums
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import GateStatistics
@@ -33,27 +40,29 @@ from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut, SwitchOver, Warmup
 from cosinegate.callbacks.training_statistics import TrainingStatistics
-from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.choices import Calibration, GateKind, Validation
-from cosinegate.config import identity, run_folder, validate
+from cosinegate.config import identity, run_folder, seconds, validate
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.flops import dense_flops
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
-from cosinegate.files import remove_parts, write_atomically
-from cosinegate.lit import LitCosineGate
+from cosinegate.files import write_atomically
 from cosinegate.lock import locked
 from cosinegate.loggers import MetricsCSV, failing_quietly
 from cosinegate.memory import keep_freed_memory
-from cosinegate.record import Row, accuracies, read_record
+from cosinegate.record import found, read_record
+from cosinegate.resume import ResumePoint, best_checkpoint, find_resume_point
 from cosinegate.routing import RoutingSummary
+from cosinegate.run_dir import link_latest, own_record, remove_scraps, run_stamp
 from cosinegate.schema import NetworkConfig
-from cosinegate.seal import is_intact
 from cosinegate.stop import Stopped, StopRequest, taking_signals
 from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
-from cosinegate.trunk import hold_trunk
+from cosinegate.trunk import begin_with_weights, hold_trunk
 
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+MOST_LOOKED_AT = 1000
 HELD = r"Found \d+ module\(s\) in eval mode at the start of training"  # a trunk that is held is
+CLUSTER = ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "LSB_JOBID")  # of the environment
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -65,8 +74,10 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     quiet()
     keep_freed_memory()
     validate(config)
+    if config.trainer.fast_dev_run:
+        return _try_a_few_batches(config)
     folder, facts = run_folder(config), _facts(config)
-    before = _own_record(folder, facts)
+    before = own_record(folder, config, facts)
     if _is_finished(before):
         return before if job else _say_finished(before, folder)
     config.run_dir = str(folder)
@@ -74,33 +85,45 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     _say_where_no_budget_is_asked_for(config)
     _say_how_long_a_trunk_is_held(config)
-    data = ImageData(config.data, config.seed)
+    if job is None and before is None:
+        _say_where_another_schedule_is(config, folder)
+    data = ImageData(config.data, config.seed, shuffle=not config.trainer.overfit_batches)
     module = build_module(config)
     if config.trunk is not None:
-        facts["trunk"] = hold_trunk(module, config, _earlier_trunk(folder, before))
+        facts["trunk"] = hold_trunk(module, config, _earlier("trunk", folder, before))
         warnings.filterwarnings("ignore", HELD)
+    if config.weights is not None:
+        facts["weights"] = begin_with_weights(module, config, _earlier("weights", folder, before))
     metrics = MetricsCSV(folder)
-    statistics, executed = GateStatistics(), ExecutedFlops(dense_flops(module.network, data.image_set.shape))
+    dense = dense_flops(module.network, data.image_set.shape)
+    statistics, executed, compiled = GateStatistics(), ExecutedFlops(dense), CompiledNetwork(dense)
     record = RunRecord(folder, metrics, facts)
     schedule = [Reseed(config.seed), ShareOut(), Warmup(config.objective), Anneal(config.gate.relaxation)]
     schedule += [SwitchOver(config.gate.predictor.switch_epoch)]
+    limits = _limits(config.trainer)
     collector, sums, stop = RouteCollector(), EpochSums(), StopRequest()
     kept = [
+        *limits,
         sums,
         Calibrated(config.gate.quantile.fit, config.objective.start_epoch),
         TrainingStatistics(sums),
         statistics,
         PredictionStatistics(sums),
         executed,
+        compiled,
         collector,
         *watching_wandb(config, collector),
         record,
         NotFiniteState(folder),
         EpochLine(job),
-        Checkpoints(folder, metrics, stop, config.save_minutes),
+        Checkpoints(folder, metrics, stop, config.save_minutes, run_stamp(config)),
     ]
     trainer = build_trainer(config, [*schedule, *kept], metrics)
     _check_devices(config, trainer, job)
+    for stage, number in data.batches(trainer.world_size).items():  # now, not after training
+        overfits = config.trainer.overfit_batches and stage != "test"
+        key = "overfit_batches" if overfits else f"limit_{stage}_batches"
+        check_limit(f"trainer.{key}", getattr(trainer, f"limit_{stage}_batches"), number)
     data.prepare_data()
     # the first process of several holds the folder; a job of a sweep may find an earlier one of the same sweep at work
     with (
@@ -108,34 +131,68 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
         taking_signals(stop),
         writing_in(folder),
     ):
-        before = _own_record(folder, facts)  # another process may have trained it while this one was starting
+        before = own_record(folder, config, facts)  # another process may have trained it while this one was starting
         if _is_finished(before):
             return before if job else _say_finished(before, folder)
-        (folder / "traceback.txt").unlink(missing_ok=True)  # of an earlier attempt
-        if rank_zero_only.rank == 0:
-            remove_parts(folder)
         metrics.read()
-        record.start(trainer, before)
+        point = find_resume_point(folder, config, before, metrics.rows, module)
+        if rank_zero_only.rank == 0:
+            _clear(folder, point)
+        metrics.rows = {epoch: row for epoch, row in metrics.rows.items() if epoch <= point.epochs}
+        changed = record.start(trainer, before, point.epochs, point.inside)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
-        best = folder / "checkpoints" / BEST
-        resumed = _last_intact(folder / "checkpoints", module)
+        if rank_zero_only.rank == 0 and folder.parent == Path(config.runs_dir) / config.name:
+            link_latest(folder)
         if job is None:
-            console.say(f"{'resuming' if resumed else 'training'} {config.name} in {folder}")
+            console.say(f"{'resuming' if point.path else 'training'} {config.name} in {folder}")
+        if changed:
+            console.say(f"{folder}: from epoch {point.epochs + 1} on another program trains it: {changed}")
         try:
             with asked_too_much():
-                trainer.fit(module, datamodule=data, ckpt_path=resumed, weights_only=True)
+                trainer.fit(module, datamodule=data, ckpt_path=point.path, weights_only=True)
                 held_out = config.data.validation is Validation.holdout
-                chosen = _best_intact(best, metrics.rows, module) if held_out else None
+                chosen = best_checkpoint(folder, metrics.rows, module) if held_out else None
+                record.record |= _cut(config.trainer, limits)
                 (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         except BaseException as error:
             _finish_wandb(exit_code=error.code if isinstance(error, Stopped) else 1)
             raise
         _finish_wandb(exit_code=0)
         accuracy = {"test": tested["test/acc"], "test_of": "best" if chosen else "last"}
-        record.finish(trainer, accuracy, _gates_and_flops(statistics.summary, executed))
+        record.finish(trainer, accuracy, _gates_and_flops(statistics.summary, executed, compiled))
     if job is None:
         console.show_record(record.record, folder)
+        for path in sorted(folder.glob("*-profile*.txt")):
+            console.say(f"profile {path}")
     return record.record
+
+
+def _limits(trainer: DictConfig) -> list[Cut]:
+    """What ends training before its last epoch, where that was asked for."""
+    if trainer.max_steps == -1 and trainer.max_time is None:
+        return []
+    return [Cut(trainer.max_steps, None if trainer.max_time is None else seconds(trainer.max_time))]
+
+
+def _cut(trainer: DictConfig, limits: list[Cut]) -> dict[str, Any]:
+    """For the record: the keys by which a run saw less than its epochs have."""
+    keys = [limit.cut for limit in limits if limit.cut] + ["overfit_batches"] * (trainer.overfit_batches > 0)
+    return {"cut": {key: trainer[key] for key in keys}} if keys else {}
+
+
+def _try_a_few_batches(config: DictConfig) -> dict[str, Any]:
+    """Trains, validates and tests a few batches through everything that a run goes through, in a folder that goes."""
+    batches = int(config.trainer.fast_dev_run)
+    short = {f"limit_{stage}_batches": batches for stage in ("train", "val", "test")}
+    short |= {"fast_dev_run": False, "max_epochs": 1, "max_steps": -1, "overfit_batches": 0, "num_sanity_val_steps": 0}
+    short |= {"check_val_every_n_epoch": 1, "profiler": None}
+    with tempfile.TemporaryDirectory() as folder:
+        tried = OmegaConf.merge(config, {"trainer": short, "run_dir": f"{folder}/run", "runs_dir": folder})
+        tried.logger = {}
+        record = train(tried, "fast_dev_run")
+    what = "a batch" if batches == 1 else f"{batches} batches"
+    console.say(f"fast_dev_run: {what} of training, validation and test went through; nothing is kept")
+    return record
 
 
 def watching_wandb(config: DictConfig, collector: RouteCollector) -> list[L.Callback]:
@@ -150,7 +207,15 @@ def watching_wandb(config: DictConfig, collector: RouteCollector) -> list[L.Call
 def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: MetricsCSV | None) -> L.Trainer:
     """Lightning's Trainer with our callbacks, the config's, and metrics.csv beside the config's loggers."""
     _check_precision(config.trainer.precision, config.trainer.accelerator)
+    _check_nodes(config.trainer.num_nodes)
     arguments = OmegaConf.to_container(config.trainer, resolve=True)
+    for key in ("max_steps", "max_time", "fast_dev_run"):  # ours end where the epoch is validated and kept
+        del arguments[key]
+    overfit, profiler = arguments.pop("overfit_batches"), arguments.pop("profiler")
+    if overfit:  # the loader does not shuffle then
+        arguments |= {"limit_train_batches": overfit, "limit_val_batches": overfit}
+    if profiler is not None and metrics is not None:
+        arguments["profiler"] = PROFILERS[profiler](dirpath=metrics.folder, filename="profile")
     torch.utils.deterministic.fill_uninitialized_memory = False  # deterministic algorithms without filling every buffer
     try:
         extra = _made(config.callbacks, L.Callback)
@@ -162,6 +227,9 @@ def build_trainer(config: DictConfig, callbacks: list[L.Callback], metrics: Metr
     arguments["enable_progress_bar"] &= sys.stdout.isatty()  # a log gets EpochLine's lines alone
     if not arguments["enable_progress_bar"]:
         extra = [callback for callback in extra if not isinstance(callback, L.callbacks.ProgressBar)]
+    for bar in extra:
+        if isinstance(bar, L.callbacks.RichProgressBar):
+            count_from_one(bar)
     on_cpu = _on_cpu(config.trainer.accelerator)
     plugins = [AtomicCheckpoints(), *([SyncBatchNormOnCPU()] if config.trainer.sync_batchnorm and on_cpu else [])]
     arguments |= {"callbacks": callbacks + extra, "logger": loggers or False, "plugins": plugins}
@@ -199,6 +267,14 @@ def asked_too_much() -> Iterator[None]:
         yield
     except MisconfigurationException as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+    except RuntimeError as error:
+        lacking = re.match(r"Early stopping conditioned on metric `(.+?)` which.*following: `(.*)`", str(error))
+        if lacking is None:
+            raise
+        known = lacking[2].split("`, `")
+        near = difflib.get_close_matches(lacking[1], known, n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise UserError(f"EarlyStopping: monitor = {lacking[1]}: no such metric{hint} ({', '.join(known)})") from error
 
 
 def quiet() -> None:
@@ -236,7 +312,10 @@ def network_name(network: NetworkConfig) -> str:
     return f"resnet{size}-w{width}"
 
 
-def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops) -> dict[str, Any]:
+def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops, compiled: CompiledNetwork) -> dict[str, Any]:
+    flops = {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense}
+    if compiled.found is not None:
+        flops["compiled"] = compiled.found["executed"]
     return {
         "mean_gate": summary.mean_gate,
         "skip_percent": summary.skip_percent,
@@ -244,52 +323,24 @@ def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops) -> dict[s
         "blocks_open": summary.open.tolist(),
         "dynamic_blocks": summary.dynamic_blocks,
         "paths": summary.paths,
-        "flops": {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense},
-    }
+        "flops": flops,
+    } | ({} if compiled.found is None else {"compiled": compiled.found})
 
 
-def _own_record(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """This run's record. A folder that was named by hand may hold something else: that is never written over."""
-    before = read_record(folder)
-    if before is None and any((folder / name).exists() for name in ("config.yaml", "metrics.csv", "checkpoints")):
-        raise UserError(f"run_dir = {folder}: holds files of a run but no record.json; choose another folder")
-    if before is not None and any(before.get(key) != facts[key] for key in ("identity", "seed")):
-        raise UserError(f"run_dir = {folder}: holds a run of another config; choose another folder")
-    return before
-
-
-def _earlier_trunk(folder: Path, before: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What the record says of the trunk of a run that goes on: its own checkpoint has it, wherever the dense run is."""
+def _earlier(key: str, folder: Path, before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Whose weights a run that goes on was given, by its record: its own checkpoint has them by now."""
     goes_on = any((folder / "checkpoints" / name).exists() for name in (LAST, PREVIOUS))
-    return before.get("trunk") if before is not None and goes_on else None
+    return before.get(key) if before is not None and goes_on else None
 
 
-def _last_intact(folder: Path, module: LitCosineGate) -> Path | None:
-    """The checkpoint to go on from. A damaged one is put aside, and the one before it is taken."""
-    last, previous = folder / LAST, folder / PREVIOUS
-    if last.exists() and not is_intact(last):
-        if not (previous.exists() and is_intact(previous)):
-            raise UserError(f"{last} is damaged and there is no earlier one; move the run's folder away to train again")
+def _clear(folder: Path, point: ResumePoint) -> None:
+    """Puts away what earlier starts left: a damaged checkpoint, a traceback, half a file."""
+    if point.last_is_damaged:
+        last = folder / "checkpoints" / LAST
         console.say(f"{last} is damaged: going on from {PREVIOUS}, the one before it")
-        if rank_zero_only.rank == 0:
-            last.replace(last.with_name("damaged.ckpt"))
-    found = next((path for path in (last, previous) if path.exists()), None)
-    if found is not None:
-        load_weights(module, read_checkpoint(found), found)  # what is something else is answered with a line
-    return found
-
-
-def _best_intact(best: Path, rows: dict[int, Row], module: LitCosineGate) -> Path | None:
-    """The checkpoint that is tested. A run that ends before its gates are at their budget has none."""
-    budgeted = any(isinstance(part, Budget) for part in module.modules())
-    epoch = accuracies(rows, budgeted).get("best_epoch")
-    if epoch is None or (budgeted and rows[epoch].get("schedule/prog", 1.0) < 1):
-        return None
-    if not best.exists() or not is_intact(best):
-        what = f"is {'damaged' if best.exists() else 'gone'}, and epoch {epoch} is the one to test"
-        raise UserError(f"{best} {what}; move the run's folder away to train again")
-    load_weights(module, read_checkpoint(best), best)
-    return best
+        last.replace(last.with_name("damaged.ckpt"))
+    (folder / "traceback.txt").unlink(missing_ok=True)
+    remove_scraps(folder)
 
 
 def _is_finished(record: dict[str, Any] | None) -> bool:
@@ -314,6 +365,28 @@ def _say_how_long_a_trunk_is_held(config: DictConfig) -> None:
         console.say(f"trunk: {what}{config.objective.start_epoch:g} on; {hint}")
 
 
+def _say_where_another_schedule_is(config: DictConfig, folder: Path) -> None:
+    """Who asks for more epochs of a finished run would wait for a run that begins anew, without a word."""
+    if config.weights is not None:
+        return
+    others = sorted(folder.parent.glob(f"*-s{config.seed}"))[:MOST_LOOKED_AT]
+    planned = {found(record, "epochs.planned") for other in others if (record := _finished_record(other))}
+    for epochs in planned - {config.trainer.max_epochs, None}:
+        other = run_folder(OmegaConf.merge(config, {"run_dir": None, "trainer": {"max_epochs": epochs}}))
+        if _finished_record(other):
+            words = f"{config.trainer.max_epochs} are another schedule, hence another run, which begins anew"
+            console.say(f"{other} is this run on {epochs} epochs; {words}, or with those weights by weights={other}")
+            return
+
+
+def _finished_record(folder: Path) -> dict[str, Any] | None:
+    try:
+        record = read_record(folder)
+    except UserError:
+        return None
+    return record if _is_finished(record) else None
+
+
 def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     console.say(f"this run is finished; nothing was done. To train it again, change seed or move {folder} away")
     console.show_record(record, folder)
@@ -334,6 +407,22 @@ def _check_devices(config: DictConfig, trainer: L.Trainer, job: str | None) -> N
         raise UserError(
             f"data.batch_size = {config.data.batch_size}: must divide by the {trainer.world_size} devices that share it"
         )
+
+
+def check_limit(key: str, limit: int | float | None, batches: int) -> None:
+    """Ends with one line where a share of so many batches is not one of them."""
+    if isinstance(limit, float) and int(batches * limit) == 0:
+        least = math.ceil(1000 / batches) / 1000
+        raise UserError(f"{key} = {limit:g}: there are {batches} batches; at least {least:g}, or a number of batches")
+
+
+def _check_nodes(number: int) -> None:
+    """Lightning would wait for the other nodes without end, and without a word."""
+    if number > 1 and not any(name in os.environ for name in CLUSTER):
+        needed = "start it by torchrun or SLURM, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on every node"
+        raise UserError(f"trainer.num_nodes = {number}: {needed}")
+    if number > 1:
+        console.say(f"waiting for {number} nodes")
 
 
 def _check_precision(precision: str, accelerator: str) -> None:

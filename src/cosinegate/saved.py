@@ -1,6 +1,7 @@
 """A run's trained network, by the run's folder or a checkpoint's path."""
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -43,9 +44,20 @@ def run_folder_of(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
+def _require_own_run(stored: dict[str, Any], path: Path) -> None:
+    """Ends with one line where a checkpoint in a run's folder says that it is of another run."""
+    run, folder = stored.get("run"), path.parent.parent
+    if path.parent.name != "checkpoints" or not isinstance(run, dict):  # an earlier version did not say
+        return
+    for key, ours in (read_record(folder) or {}).items():
+        if key in ("identity", "seed") and run.get(key) != ours:
+            raise UserError(f"{path} is of another run: its {key} is {run.get(key)}, that of {folder} is {ours}")
+
+
 def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
     """The module with the checkpoint's weights, and the config it was trained with."""
     stored = read_checkpoint(path)
+    _require_own_run(stored, path)
     try:
         config = OmegaConf.merge(OmegaConf.structured(Config), stored["hyper_parameters"])
     except (OmegaConfBaseException, ValueError, TypeError) as error:

@@ -172,9 +172,13 @@ class TrainerConfig:
     num_nodes: int = MISSING
     precision: str = MISSING
     max_epochs: int = MISSING
+    max_steps: int = -1  # -1: as many as the epochs have
+    max_time: str | None = None  # DD:HH:MM:SS of training, over all attempts of a run
     limit_train_batches: Any = None  # a share (float) or a number (int) of batches
     limit_val_batches: Any = None  # a share (float) or a number (int) of batches
     limit_test_batches: Any = None  # a share (float) or a number (int) of batches
+    overfit_batches: Any = 0.0  # a share or a number of batches, the same in every epoch; 0: none
+    fast_dev_run: Any = False  # true, or a number of batches: tries one epoch of them and keeps nothing
     check_val_every_n_epoch: int = MISSING
     num_sanity_val_steps: int = MISSING
     log_every_n_steps: int = MISSING
@@ -183,6 +187,7 @@ class TrainerConfig:
     sync_batchnorm: bool = MISSING
     deterministic: bool = MISSING
     detect_anomaly: bool = MISSING
+    profiler: str | None = None  # simple, advanced or pytorch: into the run's folder
     enable_progress_bar: bool = MISSING
     enable_model_summary: bool = MISSING
 
@@ -196,6 +201,7 @@ class Config:
     run_dir: str | None = None  # none: runs_dir/name/<hash of the config>-s<seed>
     sweep: str | None = None  # the sweep that the run is a job of
     save_minutes: float = 10.0  # the longest time in an epoch without a checkpoint
+    weights: str | None = None  # a run, or a checkpoint, whose weights this one begins with
     trunk: str | None = None  # a dense run, whose network this one's gates are given and leave as it is
     data: DataConfig = MISSING
     network: NetworkConfig = MISSING

@@ -18,6 +18,8 @@ def sealed(content: bytes) -> bytes:
 
 def is_intact(path: Path) -> bool:
     """Whether the file is as it was written. One without a digest, of an earlier version, has its zip checksums."""
+    if not path.is_file():  # a pipe would be waited for
+        return False
     content = path.read_bytes()
     body, digest = content[:-64], content[-64:]
     if body.endswith(MARK):

@@ -4,10 +4,14 @@ The study lies in SQLite beside the sweeps. A search that was stopped goes on wi
 trials once more and then asks for new ones. No trial is pruned.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import sqlite3
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +24,27 @@ from optuna.trial import TrialState
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
-from cosinegate.analysis.runs import COSTS
 from cosinegate.choices import Cost, GateKind, Sampler, Validation
 from cosinegate.cli import why_it_ended
-from cosinegate.config import SWEEPS, identity, is_plain_name, primitives, run_folder, validate
-from cosinegate.console import clock, percent, say
+from cosinegate.config import (
+    SWEEPS,
+    check_one_of_several,
+    identity,
+    is_number,
+    is_plain_name,
+    primitives,
+    run_folder,
+    validate,
+)
+from cosinegate.console import cell, clock, complain, percent, say
 from cosinegate.errors import UserError
+from cosinegate.foreign import first_line
 from cosinegate.lock import locked
-from cosinegate.record import read_record
+from cosinegate.manifest import add_to_manifest, how_to_draw
+from cosinegate.record import found, read_record
 from cosinegate.run import train
-from cosinegate.sweep import write_manifest
 
 MOST_TRIALS = 10**6
 
@@ -38,37 +52,36 @@ MOST_TRIALS = 10**6
 def search(config: DictConfig) -> None:
     """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
     options = config.search
-    _check(options, config.run_dir, config.gate.kind)
+    _check(options, config.gate.kind)
+    check_one_of_several(config)
     base = OmegaConf.masked_copy(config, [key for key in config if key != "search"])
     space = Space(options.space, base)
     asked = _fingerprint(base, options)
     base.sweep = options.study or f"search-{asked}"
     folder = Path(base.runs_dir) / SWEEPS / base.sweep
     _check_study(folder / "study.db")
-    with locked(folder, wait=False):
+    with locked(folder, wait=False), _using(folder / "study.db"):
         study = _open(folder / "study.db", base.sweep, asked)
         failures = _run_trials(study, space, base, options)
         _show(study, space, base)
     for line in failures:
-        print(f"error: {line}", file=sys.stderr)
+        complain(f"error: {line}")
     if failures:
         sys.exit(1)
 
 
-def _check(options: DictConfig, run_dir: str | None, gate: GateKind) -> None:
+def _check(options: DictConfig, gate: GateKind) -> None:
     for key, least in (("trials", 1), ("population", 2)):
         if not least <= options[key] <= MOST_TRIALS:
             raise UserError(f"search.{key} = {options[key]}: must be at least {least} and at most {MOST_TRIALS}")
     if options.cost not in (Cost.counted, Cost.executed):
         raise UserError(f"search.cost = {options.cost.name}: a search's trials have counted or executed FLOPs")
-    if run_dir is not None:
-        raise UserError(f"run_dir = {run_dir}: a search's trials have a folder each; runs_dir is where they lie")
     if gate is GateKind.none:
         raise UserError("gate.kind = none: a dense network has nothing to search for")
     if not options.space:
         raise UserError("search.space: has nothing to vary")
     if options.study is not None and not is_plain_name(options.study):
-        raise UserError(f"search.study = {options.study}: must be a plain name")
+        raise UserError(f"search.study = {options.study}: must be a plain name, without a slash or a leading dot")
 
 
 @dataclass
@@ -116,7 +129,9 @@ def _fingerprint(base: DictConfig, options: DictConfig) -> str:
 
 def _check_study(path: Path) -> None:
     """Ends with one line, before anything is written, where another file lies in the study's place."""
-    if path.exists() and not (path.is_file() and _first_bytes(path, 16) in (b"", b"SQLite format 3\0")):
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_file() or _first_bytes(path, 16) not in (b"", b"SQLite format 3\0"):
         raise UserError(f"{path} cannot be used: it is not a study; move it away or choose another search.study")
 
 
@@ -127,16 +142,24 @@ def _first_bytes(path: Path, number: int) -> bytes:
 
 def _open(path: Path, name: str, asked: str) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        study = optuna.create_study(
-            storage=f"sqlite:///{path}", study_name=name, directions=["maximize", "minimize"], load_if_exists=True
-        )
-        if study.user_attrs.setdefault("asked", asked) != asked:
-            raise UserError(f"search.study = {name}: holds another search ({path}); choose another name")
-        study.set_user_attr("asked", asked)
-    except (optuna.exceptions.OptunaError, SQLAlchemyError, OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be used: {' '.join(str(error).split())[:200]}") from error
+    # an address, sqlite:///<path>, would give ?, #, % and braces of the path a meaning
+    storage = optuna.storages.RDBStorage("sqlite://", {"creator": lambda: sqlite3.connect(path), "poolclass": NullPool})
+    study = optuna.create_study(
+        storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
+    )
+    if study.user_attrs.setdefault("asked", asked) != asked:
+        raise UserError(f"search.study = {name}: holds another search ({path}); choose another name")
+    study.set_user_attr("asked", asked)
     return study
+
+
+@contextlib.contextmanager
+def _using(path: Path) -> Iterator[None]:
+    """Makes one line of what the study's file refuses: a file that is damaged, a disk that is full."""
+    try:
+        yield
+    except (optuna.exceptions.OptunaError, SQLAlchemyError, sqlite3.Error) as error:
+        raise UserError(f"{path} cannot be used: {first_line(error.__cause__ or error)}") from error
 
 
 def _sampler(options: DictConfig, seed: int) -> optuna.samplers.BaseSampler:
@@ -173,13 +196,13 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
         config = space.place(trial.params)
         try:
             record = train(config, name)
+            accuracy, cost = _accuracy(record), _cost(record, options.cost)
         except Exception as error:
             study.tell(trial.number, state=TrialState.FAIL)
             failures.append(f"{name} ({words}): {why_it_ended(error, config)}")
             say(f"{name} failed")
             continue
         finished += 1
-        accuracy, cost = _accuracy(record), _cost(record, options.cost)
         study.tell(trial.number, [accuracy, cost])
         say(f"{name} finished with {percent(accuracy)}, {options.cost.name} {cost:.3f}")
     return failures
@@ -187,14 +210,21 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
 
 def _accuracy(record: dict[str, Any]) -> float:
     """On the images that the run validates on: never the test set, unless the config validates there."""
-    return record["accuracy"]["best" if record["selected_on"] == Validation.holdout.name else "last"]
+    return _figure(record, f"accuracy.{'best' if record['selected_on'] == Validation.holdout.name else 'last'}")
 
 
 def _cost(record: dict[str, Any], cost: Cost) -> float:
     """Of the same images and the same epoch, where the gates count."""
     if cost is Cost.counted and record["selected_on"] == Validation.holdout.name:
-        return 1 - record["accuracy"]["best_skip_percent"] / 100
-    return COSTS[cost.name](record)
+        return 1 - _figure(record, "accuracy.best_skip_percent") / 100
+    return _figure(record, f"flops.{cost.name}")
+
+
+def _figure(record: dict[str, Any], key: str) -> float:
+    value = found(record, key)
+    if not is_number(value):
+        raise UserError(f"its record has no {key}")
+    return value
 
 
 def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
@@ -203,12 +233,12 @@ def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
     if not trials:
         return
     folders = {trial.number: run_folder(space.place(trial.params)) for trial in trials}
-    write_manifest(base.sweep, base.runs_dir, list(folders.values()))
+    add_to_manifest(base.sweep, base.runs_dir, list(folders.values()))
     best = {trial.number for trial in study.best_trials}
-    table = Table(title=base.sweep, title_justify="left", caption_justify="left")
+    table = Table(title=cell(base.sweep), title_justify="left", caption_justify="left")
     table.caption = "★ no other trial has more validation accuracy at no more cost"
     for name in ("", "trial", "validation", "cost", *space.distributions, "test"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(cell(name), justify="right" if name else "left")
     for trial in sorted(trials, key=lambda trial: -trial.values[0]):
         values = (f"{trial.params[name]:.4g}" for name in space.distributions)
         record = read_record(folders[trial.number])
@@ -217,4 +247,4 @@ def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
         star = "★" if trial.number in best else ""
         table.add_row(star, str(trial.number + 1), percent(accuracy), f"{cost:.3f}", *values, test)
     Console(width=max(Console().width, 120)).print(table)
-    say(f"to draw them: python src/pareto.py sweep={base.sweep} runs_dir={base.runs_dir}")
+    say(how_to_draw(base.sweep, base.runs_dir))

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -25,10 +24,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.cli import one_line
-from cosinegate.config import SWEEPS, identity, run_folder, validate
+from cosinegate.config import check_one_of_several, identity, require_schema, run_folder, validate
 from cosinegate.errors import UserError
-from cosinegate.files import write_atomically
-from cosinegate.orphans import PATIENCE
+from cosinegate.manifest import add_to_manifest, digest, how_to_draw
+from cosinegate.orphans import PATIENCE, end_with
 from cosinegate.record import read_record
 from cosinegate.stop import Stopped, taking_signals
 
@@ -65,7 +64,7 @@ class Job:
         return record["epochs"]["done"] if record else 0
 
     def epochs_left(self) -> int:
-        return self.config.trainer.max_epochs - self.epochs_done()
+        return 0 if self.is_finished() else self.config.trainer.max_epochs - self.epochs_done()
 
 
 def plan(
@@ -97,7 +96,10 @@ def plan(
                 raise UserError(f"{label}: a sweep of more than {MOST_JOBS} jobs")
     for job in jobs:
         try:
-            job.config = _task_config(loader.load_sweep_config(master, job.overrides))
+            composed = loader.load_sweep_config(master, job.overrides)
+            require_schema(composed.hydra, "hydra.")
+            job.config = _task_config(composed)
+            require_schema(job.config)
             validate(job.config)
             _check(job.config)
         except (HydraException, OmegaConfBaseException, UserError) as error:
@@ -140,8 +142,7 @@ def _few(override: Override) -> Iterator[str]:
 
 def _check(config: DictConfig) -> None:
     """What a run alone may have and a job of a sweep may not."""
-    if config.run_dir is not None:
-        raise UserError(f"run_dir = {config.run_dir}: a multirun's jobs have a folder each; runs_dir is where they lie")
+    check_one_of_several(config)
     devices = config.trainer.devices  # what `auto` comes to the job itself finds out
     several = (isinstance(devices, int) and devices > 1) or (OmegaConf.is_list(devices) and len(devices) > 1)
     if several or config.trainer.num_nodes > 1:  # lightning's processes would each start the whole sweep again
@@ -173,15 +174,17 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_ru
         return
     from cosinegate.analysis.runs import find_runs
     from cosinegate.analysis.tables import show_runs
-    from cosinegate.console import say
+    from cosinegate.console import complain, say
     from cosinegate.progress import Progress
 
     sound = [job for job in jobs if job.error is None]
     left = [job for job in sound if not job.is_finished()]
     threads = _shared_threads(launcher_config, len(left))
-    name = sound[0].config.sweep or "multirun" if sound else "multirun"
+    name = "multirun"
     if sound:
-        write_manifest(name, sound[0].config.runs_dir, [job.folder for job in sound])
+        runs_dir, folders = sound[0].config.runs_dir, [job.folder for job in sound]
+        name = sound[0].config.sweep or f"multirun-{digest(folders, runs_dir)}"
+        add_to_manifest(name, runs_dir, folders)
     before = len(sound) - len(left)
     say(f"{name}: {len(jobs)} jobs, {before} finished before, {len(left)} to train")
     for job in jobs:
@@ -193,10 +196,10 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_ru
     finished = [job.folder for job in sound if job.is_finished()]
     show_runs(find_runs(finished, say))
     if finished:
-        say(f"to draw them: python src/pareto.py sweep={name} runs_dir={sound[0].config.runs_dir}")
+        say(how_to_draw(name, runs_dir))
     failed = [job for job in jobs if job.error is not None]
     for job in failed:
-        print(f"error: job {job.number} of {len(jobs)} ({job.label}): {job.error}", file=sys.stderr)
+        complain(f"error: job {job.number} of {len(jobs)} ({job.label}): {job.error}")
     if failed:
         sys.exit(1)
 
@@ -211,17 +214,6 @@ def show_plan(jobs: list[Job]) -> None:
         print(f"job {job.number} of {len(jobs)}  {job.label}  ({state})")
 
 
-def write_manifest(name: str, runs_dir: str, folders: list[Path]) -> None:
-    """Keeps which runs a sweep or a search is made of, for `make pareto SWEEP=...`."""
-    place = Path(runs_dir) / SWEEPS
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        runs = [os.path.relpath(folder, runs_dir) for folder in folders]
-        write_atomically(place / f"{name}.json", json.dumps({"sweep": name, "runs": runs}, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"runs_dir = {runs_dir}: cannot be written: {error.strerror}") from error
-
-
 def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None) -> None:
     """Trains the jobs. A launcher may give up on all of them when one is killed.
 
@@ -230,6 +222,8 @@ def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None
     from cosinegate.console import say
     from cosinegate.progress import wait_until_nobody_trains
 
+    if hasattr(launcher, "joblib"):  # a worker that has no job yet, or none any more, must end with this process too
+        launcher.joblib |= {"initializer": end_with, "initargs": (os.getpid(),)}
     batches = [left]
     while batches:
         batch = batches.pop(0)

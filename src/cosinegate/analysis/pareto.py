@@ -12,8 +12,8 @@ import matplotlib
 from cosinegate.analysis.frontier import Point, hypervolume, on_frontier
 from cosinegate.analysis.quoted import QUOTED
 from cosinegate.analysis.runs import ABSOLUTE, ALL_NETWORKS, Configuration, Family, Run
-from cosinegate.errors import UserError
-from cosinegate.files import replacing, write_atomically
+from cosinegate.escape import code, csv_cell, markdown
+from cosinegate.outputs import require_own, save_figure, write_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -23,13 +23,16 @@ plt.rcParams["svg.hashsalt"] = "cosinegate"  # the same runs, the same file
 plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 AXES = {
     "counted": "FLOPs counted: mean gate (the paper's figure)",
-    "executed": "FLOPs executed / dense network's (measured)",
+    "executed": "FLOPs executed / dense network's (measured; compiled, where a run has it)",
     "mflops": "MFLOPs executed an image (measured)",
     "latency": "latency in ms an image (measured)",
 }
 FORMATS = {"mflops": ("MFLOPs", "{:.2f}"), "latency": ("ms an image", "{:.3f}")}  # columns that a table gets
 CHANCE = 0.1  # ten classes
 MOST_NAMES = 40  # points of the frontier that a figure has room to name; the tables name all
+MARK = "CosineGate pareto"
+HEADER = "on_frontier,configuration,identity,experiment,seed,data,"  # of the CSV
+TABLE = r"# [^\n]*\n\n[^\n]*\. Best first; ★ is on the frontier of test accuracy and "
 MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond the slowest run
 
 
@@ -62,22 +65,28 @@ def title(family: Family) -> str:
     return ", ".join(words + ([] if chosen_on == "test" else [f"chosen on {chosen_on}"]))
 
 
+def paths(family: Family, x: str, folder: Path) -> list[Path]:
+    """PNG, SVG, CSV and Markdown of one family of runs."""
+    return [folder / f"{stem(family, x)}.{kind}" for kind in ("png", "svg", "csv", "md")]
+
+
+def require_own_files(family: Family, x: str, folder: Path) -> None:
+    """Ends with one line where somebody else's file has one of the names."""
+    png, svg, table, text = paths(family, x, folder)
+    require_own({table: HEADER, text: TABLE}, {png: MARK, svg: MARK})
+
+
 def write_pareto(
     family: Family, configurations: list[Configuration], x: str, reference: Point, folder: Path, command: str
 ) -> list[Path]:
-    """PNG, SVG, CSV and Markdown of one family of runs."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"folder = {folder}: cannot be written: {error.strerror}") from error
-    base = folder / stem(family, x)
-    draw(family, configurations, x, base)
-    write_atomically(base.with_name(f"{base.name}.csv"), as_csv(configurations))
-    write_atomically(base.with_name(f"{base.name}.md"), as_markdown(family, configurations, x, reference, command))
-    return [base.with_name(f"{base.name}.{kind}") for kind in ("png", "svg", "csv", "md")]
+    png, svg, table, text = paths(family, x, folder)
+    draw(family, configurations, x, [png, svg])
+    write_text(table, as_csv(configurations))
+    write_text(text, as_markdown(family, configurations, x, reference, command))
+    return [png, svg, table, text]
 
 
-def draw(family: Family, configurations: list[Configuration], x: str, base: Path) -> None:
+def draw(family: Family, configurations: list[Configuration], x: str, files: list[Path]) -> None:
     """Every run, the mean of its seeds with its spread, the frontier as steps; the paper's points apart, as quoted."""
     data, network, *_ = family
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
@@ -100,6 +109,7 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
             capsize=3,
             elinewidth=1,
         )
+    also = _elsewhere(axis, configurations) if x == "executed" else []
     best = sorted(
         point for point, one in zip(points(configurations, x), configurations, strict=True) if one.on_frontier
     )
@@ -116,6 +126,7 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
         plt.Line2D([], [], color="C0", marker="o", linestyle="", markersize=4, alpha=0.35, label="every run"),
         plt.Line2D([], [], color="C1", label="frontier of the means"),
     ]
+    handles += also
     if any(one.is_dense for one in configurations):
         dense = "dense" if network == ALL_NETWORKS else f"dense {network.partition('-')[0]}"
         handles.append(plt.Line2D([], [], color="black", marker="s", label=dense))
@@ -124,17 +135,31 @@ def draw(family: Family, configurations: list[Configuration], x: str, base: Path
         handles.append(plt.Line2D([], [], color="grey", marker="D", fillstyle="none", linestyle="", label=label))
     figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=3)
     runs = sum(len(one.runs) for one in configurations)
-    executed = [run.cost("executed") for one in configurations for run in one.runs]
+    executed = [run.cost("trained") for one in configurations for run in one.runs]
     axis.set(xlabel=AXES[x], ylabel="test accuracy, hard gates (%)")
     axis.set_title(
         f"{title(family)}: {len(configurations)} configurations, {runs} runs\n"
-        f"their executed FLOPs: {min(executed):.3f} to {max(executed):.3f} of the same network's without gates"
+        f"FLOPs executed as trained: {min(executed):.3f} to {max(executed):.3f} of the same network's without gates"
     )
     axis.grid(alpha=0.3)
-    for kind in ("png", "svg"):
-        with replacing(base.with_name(f"{base.name}.{kind}")) as file:
-            figure.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    for path in files:
+        save_figure(figure, path, MARK, dpi=150)
     plt.close(figure)
+
+
+def _elsewhere(axis: Axes, configurations: list[Configuration]) -> list[plt.Line2D]:
+    """Where counting would have put a gated point, hollow, and where it was as trained, if compiling moved it."""
+    hollow = {"marker": "o", "color": "C0", "fillstyle": "none", "linestyle": "", "label": "counted (the paper's)"}
+    crossed = {"marker": "x", "color": "C0", "linestyle": "", "label": "executed as trained"}
+    gated = [one for one in configurations if not one.is_dense]
+    moved = [one for one in gated if _is_compiled(one)]
+    drawn = [(gated, "counted", hollow)] * bool(gated) + [(moved, "trained", crossed)] * bool(moved)
+    for some, x, style in drawn:
+        axis.plot([one.cost(x)[0] for one in some], [100 * one.accuracy()[0] for one in some], **style)
+    costs = [[one.cost(x)[0] for x in ("counted", "executed", "trained")] for one in gated]
+    heights, ends = [100 * one.accuracy()[0] for one in gated], (list(map(min, costs)), list(map(max, costs)))
+    axis.hlines(heights, *ends, color="C0", linewidth=0.6, alpha=0.5)
+    return [plt.Line2D([], [], **style) for _, _, style in drawn]
 
 
 def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
@@ -158,7 +183,7 @@ def as_csv(configurations: list[Configuration]) -> str:
     text = io.StringIO()
     table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     table.writeheader()
-    table.writerows(rows)
+    table.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 
@@ -171,12 +196,14 @@ def _row(one: Configuration, run: Run) -> dict[str, Any]:
         "experiment": record["experiment"],
         "seed": record["seed"],
         "data": record["data"],
-        "epochs": record["epochs"]["planned"],
+        "epochs": record["epochs"]["done"],
+        "planned_epochs": record["epochs"]["planned"],
         "test_accuracy": run.accuracy,
         "peak_accuracy": record["accuracy"].get("best"),
         "selected_on": record["selected_on"],
         "counted": run.cost("counted"),
-        "executed": run.cost("executed"),
+        "executed": run.cost("trained"),
+        "compiled": run.cost("compiled"),
         "latency_ms": run.cost("latency"),
         "dynamic_blocks": record["dynamic_blocks"],
         "paths": record["paths"],
@@ -189,16 +216,16 @@ def as_markdown(family: Family, configurations: list[Configuration], x: str, ref
     quoted = QUOTED.get(family[0], [])
     area = hypervolume(points(configurations, x), reference)
     lines = [
-        f"# {title(family)}",
+        f"# {markdown(title(family))}",
         "",
-        f"`python {command}`. Best first; ★ is on the frontier of test accuracy and {x}.",
+        f"{code(f'python {command}')}. Best first; ★ is on the frontier of test accuracy and {x}.",
         "Test accuracy with hard gates, mean ± standard deviation over seeds.",
         f"Hypervolume {area:.4f}, up to the reference ({x} {reference[0]:.3g}, accuracy {reference[1]:.3g}).",
         "",
         f"| {' | '.join(columns(x))} |",
         "|---" * len(columns(x)) + "|",
     ]
-    lines += [f"| {' | '.join(row)} |" for row in rows(configurations, x)]
+    lines += [f"| {' | '.join(map(markdown, row))} |" for row in rows(configurations, x)]
     if quoted:
         lines += [
             "",
@@ -213,7 +240,7 @@ def as_markdown(family: Family, configurations: list[Configuration], x: str, ref
 
 def columns(x: str) -> list[str]:
     measured = [FORMATS[x][0]] if x in FORMATS else []
-    names = ["", "configuration", "seeds", "test accuracy", "counted", "executed", *measured]
+    names = ["", "configuration", "seeds", "test accuracy", "counted", "executed", "compiled", *measured]
     return [*names, "dynamic blocks", "paths", "chosen on"]
 
 
@@ -226,7 +253,8 @@ def rows(configurations: list[Configuration], x: str) -> list[list[str]]:
             str(len(one.runs)),
             spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
             spread(one.cost("counted"), lambda v: f"{v:.3f}"),
-            spread(one.cost("executed"), lambda v: f"{v:.3f}"),
+            spread(one.cost("trained"), lambda v: f"{v:.3f}"),
+            spread(one.cost("compiled"), lambda v: f"{v:.3f}") if _is_compiled(one) else "",
             *([spread(one.cost(x), FORMATS[x][1].format)] if x in FORMATS else []),
             f"{one.over_seeds(lambda run: run.record['dynamic_blocks'])[0]:.3g} of {len(one.first['blocks_open'])}",
             f"{one.over_seeds(lambda run: run.record['paths'])[0]:.3g}",
@@ -234,6 +262,10 @@ def rows(configurations: list[Configuration], x: str) -> list[list[str]]:
         ]
         for one in configurations
     ]
+
+
+def _is_compiled(one: Configuration) -> bool:
+    return any(run.cost("compiled") is not None for run in one.runs)
 
 
 def spread(figure: tuple[float, float | None], words: Callable[[float], str]) -> str:

@@ -5,24 +5,25 @@ What was measured here and what the paper quotes stand in columns of their own.
 
 import itertools
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import matplotlib
 import numpy as np
 
 from cosinegate.analysis.pareto import spread, title
 from cosinegate.analysis.quoted import QUOTED, Quoted
-from cosinegate.analysis.runs import Configuration, Family, families, find_runs
+from cosinegate.analysis.runs import Configuration, Family, families, find_runs, mark_early
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.commands import TableConfig
-from cosinegate.config import NOT_IDENTITY
-from cosinegate.console import say
+from cosinegate.config import NOT_IDENTITY, is_number
+from cosinegate.console import complain, say
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
-from cosinegate.files import replacing, write_atomically
+from cosinegate.escape import code, markdown, printable
+from cosinegate.outputs import require_own, save_figure, write_text
 from cosinegate.record import found
 
 matplotlib.use("Agg")
@@ -42,6 +43,7 @@ QUOTES = {  # how the paper's names for a row begin, by ours
 POINTS_ALONE = ("+sweeps=peers", "+sweeps=peers_mnist")  # their jobs are commands of their own
 NAMES = {"none": "dense", "attention": "attention (ours)"}
 UNKNOWN = "-"
+MARK, TITLE = "CosineGate table", "# Every gate on one schedule"
 HINT = "python src/train.py -m +sweeps={} trains some"
 
 
@@ -49,22 +51,22 @@ def table(config: TableConfig, command: str) -> None:
     """Writes `results/<sweep>.md` and a figure beside it, from the records of the runs."""
     hint = HINT.format(config.sweep or "peers")
     folders = chosen_folders(config, hint, alone=True)
+    path = Path(config.path or f"results/{config.sweep or _name(folders)}.md")
+    figure = path.parent / f"{path.stem}.png"
+    if path == figure:
+        raise UserError(f"path = {path}: is the figure's name; give the table's, as in {path.stem}.md")
+    require_own({path: TITLE}, {figure: MARK})
     skipped: list[str] = []
     runs = find_runs(folders, skipped.append)
     if not runs:
         where = f"the sweep {config.sweep}" if config.sweep else ", ".join(map(str, folders))
         raise UserError(f"no finished run in {where}{''.join(f' ({words})' for words in skipped[:1])}: {hint}")
     for words in skipped:
-        print(words, file=sys.stderr)
-    path = Path(config.path or f"results/{config.sweep or _name(folders)}.md")
+        complain(words)
     found = families(runs, "mflops")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, as_markdown(found, command, path.with_suffix(".png").name))
-        draw(found, path.with_suffix(".png"))
-    except OSError as error:
-        raise UserError(f"path = {path}: cannot be written: {error.strerror}") from error
-    for written in (path, path.with_suffix(".png")):
+    write_text(path, as_markdown(found, command, figure.name))
+    draw(found, figure)
+    for written in (path, figure):
         say(f"written  {written}")
 
 
@@ -89,7 +91,7 @@ def ratio(one: Configuration, to: Configuration | None, x: str) -> tuple[float, 
 
 def executed(one: Configuration, to: Configuration | None) -> tuple[float, float | None]:
     """FLOPs that ran over the reference network's; without one, over those of the same network without gates."""
-    return ratio(one, to, "mflops") or one.cost("executed")
+    return ratio(one, to, "trained_mflops") or one.cost("trained")
 
 
 def quotes(one: Configuration) -> list[Quoted]:
@@ -101,13 +103,17 @@ def quotes(one: Configuration) -> list[Quoted]:
 def command_of(one: Configuration) -> str:
     """What trains the row on any machine, whether a sweep or a command of its own has trained it."""
     record, seeds = one.first, sorted(run.record["seed"] for run in one.runs)
-    told = record.get("overrides")
-    if told is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in told):
-        made = [word for word in record.get("command", UNKNOWN).split() if not _is_machines(word)]
-        return " ".join(["python", *made])
+    told, made = record.get("overrides"), record.get("command")
+    if not _are_words(told) or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in told):
+        words = made.split() if isinstance(made, str) else [UNKNOWN]
+        return " ".join(["python", *(word for word in words if not _is_machines(word))])
     kept = [word for word in told if word not in POINTS_ALONE and _key(word) != "seed" and not _is_machines(word)]
     several = ["-m"] if len(seeds) > 1 else []
     return shlex.join(["python", "src/train.py", *several, *kept, f"seed={','.join(map(str, seeds))}"])
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _key(word: str) -> str:
@@ -124,7 +130,7 @@ def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
     record, latency = one.first, (1.0, None) if one is to else _time_ratio(one)
     said = [(q.name.partition(", ")[2], q) for q in quotes(one)]
     values: dict[str, Any] = {
-        "row": record["experiment"],
+        "row": f"{record['experiment']}{mark_early(record)}",
         "gate": _gate(record),
         "network": one.runs[0].family[1],
         "seeds": len(one.runs),
@@ -137,12 +143,11 @@ def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
             one.over_seeds(lambda run: routed_percent(run.record["blocks_open"])), lambda v: f"{v:.1f}%"
         ),
         "latency ratio": UNKNOWN if latency is None else spread(latency, lambda v: f"{v:.2f}"),
-        "parameters": f"{record['parameters']:,}" if "parameters" in record else UNKNOWN,
+        "parameters": f"{record['parameters']:,}" if is_number(record.get("parameters")) else UNKNOWN,
         "paper: accuracy": "; ".join(f"{100 * q.accuracy:.1f}% {when}".strip() for when, q in said) or UNKNOWN,
         "paper: counted": "; ".join(f"{q.counted:.3f}" for _, q in said) or UNKNOWN,
-        "command": f"`{command_of(one)}`",
     }
-    return {name: str(values[name]) for name in COLUMNS}
+    return {name: markdown(str(value)) for name, value in values.items()} | {"command": code(command_of(one))}
 
 
 def _gate(record: dict[str, Any]) -> str:
@@ -164,13 +169,15 @@ def _mean(one: Configuration, key: str) -> float:
 
 def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: str) -> str:
     """A table for each data set, schedule and selection."""
-    lines = ["# Every gate on one schedule", "", f"`python {command}`", "", f"![accuracy against FLOPs]({figure})", ""]
+    lines = [TITLE, "", code(f"python {command}"), "", f"![accuracy against FLOPs]({quote(figure)})", ""]
     for family, rows in found.items():
         to = reference(rows)
         told = {quoted.name for one in rows for quoted in quotes(one)}
         apart = [quoted for quoted in QUOTED.get(family[0], []) if quoted.name not in told]
-        base = f"{to.first['experiment']} ({to.runs[0].family[1]})" if to else "the same network without gates"
-        lines += [f"## {title(family)}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+        base = "the same network without gates"
+        if to:
+            base = markdown(f"{to.first['experiment']} ({to.runs[0].family[1]})")
+        lines += [f"## {markdown(title(family))}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         lines += [f"| {' | '.join(cells(one, to).values())} |" for one in rows]
         lines += [
             "",
@@ -209,15 +216,14 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
     figure.draw_without_rendering()  # from now on points have their places
     for axis, rows in zip(axes[0], found.values(), strict=True):
         name_points(axis, _places(rows), [(one.cost("counted")[0], 100 * one.accuracy()[0]) for one in rows])
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=130)
+    save_figure(figure, path, MARK, dpi=130)
     plt.close(figure)
 
 
 def _places(rows: list[Configuration]) -> list[tuple[str, float, float]]:
     """Name, cost and accuracy in percent of every row's point."""
     to = reference(rows)
-    return [(one.first["experiment"], executed(one, to)[0], 100 * one.accuracy()[0]) for one in rows]
+    return [(printable(one.first["experiment"]), executed(one, to)[0], 100 * one.accuracy()[0]) for one in rows]
 
 
 def _draw_family(axis: Axes, rows: list[Configuration]) -> None:

@@ -56,9 +56,10 @@ class Routes:
 
     def open_rate_by_cir(self, block: int, edges: np.ndarray) -> np.ndarray:
         """The share of images that compute the block, for each bin of CIR; not a number where a bin is empty."""
-        place = np.digitize(self.cir[:, block], edges[1:-1])
+        known = ~np.isnan(self.cir[:, block])
+        place = np.digitize(self.cir[known, block], edges[1:-1])
         images = np.bincount(place, minlength=len(edges) - 1)
-        opened = np.bincount(place, self.open[:, block], minlength=len(edges) - 1)
+        opened = np.bincount(place, self.open[known, block], minlength=len(edges) - 1)
         return np.divide(opened, images, out=np.full(len(images), np.nan), where=images > 0)
 
     def extremes(self, number: int) -> tuple[np.ndarray, np.ndarray]:

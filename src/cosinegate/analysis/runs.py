@@ -1,10 +1,12 @@
-"""Reads run records and puts together what may be compared: one data set, network, number of epochs and selection.
+"""Reads run records and puts together what may be compared: one data set, network, number of epochs that were trained,
+and selection.
 
 Costs in units of the dense network compare runs of one network; absolute ones compare networks too.
 """
 
 import functools
 import math
+import os
 import re
 import statistics
 from collections import Counter
@@ -13,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosinegate.config import NOT_IDENTITY, leaves
+from cosinegate.config import NOT_IDENTITY, is_plain_name, leaves
 from cosinegate.errors import UserError
+from cosinegate.escape import printable
 from cosinegate.foreign import parse_yaml, read_text
-from cosinegate.record import found, read_record, require
+from cosinegate.record import ended_early, found, read_record, require
 
 SYMBOLS = {
     "objective.tau_target": "τ",
@@ -27,12 +30,15 @@ SYMBOLS = {
 }
 COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "counted": lambda record: record["flops"]["counted"],
-    "executed": lambda record: record["flops"]["executed"],
-    "mflops": lambda record: _times(record["flops"]["executed"], record["flops"].get("dense_per_image")),
+    "executed": lambda record: record["flops"].get("compiled") or record["flops"]["executed"],
+    "mflops": lambda record: _times(COSTS["executed"](record), record["flops"].get("dense_per_image")),
+    "trained": lambda record: record["flops"]["executed"],  # as trained, before anything is compiled
+    "trained_mflops": lambda record: _times(record["flops"]["executed"], record["flops"].get("dense_per_image")),
+    "compiled": lambda record: record["flops"].get("compiled"),
     "latency": lambda record: record.get("latency_ms"),
 }
 ABSOLUTE = ("mflops", "latency")
-ALL_NETWORKS = "all-networks"
+ALL_NETWORKS, UNKNOWN_NETWORK = "all-networks", "network-not-recorded"
 Family = tuple[str, str, int, str]  # data set, network, epochs, what the epoch was chosen on
 
 
@@ -52,10 +58,13 @@ class Run:
     def family(self) -> Family:
         record, settings = self.record, self.settings
         depth, width = settings.get("network.depth"), settings.get("network.width")
-        built = "network-not-recorded" if depth is None else f"resnet{depth}-w{width}"
-        network = record.get("network") or built
-        epochs = found(record, "trunk.epochs") or record["epochs"]["planned"]  # of the network, not of gates alone
-        return record["data"], network, epochs, record["selected_on"]
+        built = UNKNOWN_NETWORK if depth is None else f"resnet{depth}-w{width}"
+        network = record.get("network") or (built if is_plain_name(built) else UNKNOWN_NETWORK)  # it names files
+        done = record["epochs"]["done"] + (found(record, "weights.epochs") or 0)
+        epochs = found(record, "trunk.epochs") or done  # of the network, not of gates alone
+        overfit = found(record, "cut.overfit_batches")
+        chosen_on = record["selected_on"] if overfit is None else f"{record['selected_on']}-overfit-{overfit}"
+        return record["data"], network, epochs, chosen_on
 
     def cost(self, x: str) -> float | None:
         return COSTS[x](self.record)
@@ -65,9 +74,10 @@ def _times(executed: float, dense_per_image: float | None) -> float | None:
     return None if dense_per_image is None else executed * dense_per_image / 1e6
 
 
-NEEDED = ("seed", "epochs.planned", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
+NEEDED = ("seed", "epochs.planned", "epochs.done", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
 NEEDED += ("dynamic_blocks", "paths", "experiment", "identity", "data", "gate", "selected_on", "blocks_open")
-OPTIONAL = ("latency_ms", "flops.dense_per_image", "network")
+OPTIONAL = ("latency_ms", "flops.dense_per_image", "flops.compiled", "network", "ended_early", "trunk.epochs")
+OPTIONAL += ("weights.epochs", "cut.overfit_batches")
 
 
 def read_run(folder: Path) -> Run | None:
@@ -83,9 +93,9 @@ def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[
     """Every finished run below the folders, each once. What cannot be read is passed over with a line."""
     runs: dict[tuple[str, int], Run] = {}
     unfinished = 0
-    for path in sorted({path for folder in folders for path in folder.rglob("record.json")}):
+    for folder in run_folders(folders):
         try:
-            run = read_run(path.parent)
+            run = read_run(folder)
         except UserError as error:
             complain(f"skipped: {' '.join(str(error).split())}")
             continue
@@ -98,6 +108,35 @@ def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[
     if unfinished:
         complain(f"skipped: {unfinished} runs that are not finished")
     return list(runs.values())
+
+
+def run_folders(roots: Iterable[Path]) -> list[Path]:
+    """Every folder below the roots that has a record.json, once, under its own name rather than a link's.
+
+    Links are followed, but for those that lead back up.
+    """
+    seen: set[tuple[int, int]] = set()
+    found, folders, links = [], list(roots), []
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        try:
+            status = folder.stat()
+            with os.scandir(folder) as entries:
+                inside = list(entries)
+        except OSError:  # of others, or gone by now
+            continue
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        for entry in inside:
+            path = folder / entry.name
+            if entry.name == "record.json":
+                found.append(folder)
+            elif entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            elif entry.is_symlink() and path.is_dir() and not folder.resolve().is_relative_to(path.resolve()):
+                links.append(path)
+    return sorted(found)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -203,7 +242,14 @@ def _label(run: Run, usual: dict[str, str | None], experiments: bool, networks: 
     words += [_network(run)] if networks else []
     words += ["dense"] if dense else []
     words += [f"{SYMBOLS.get(key, key)}={_short(run.settings[key])}" for key in shown if key != "gate.kind"]
-    return " ".join(words) or f"{_experiment(run)} as it is"
+    return printable(f"{' '.join(words) or f'{_experiment(run)} as it is'}{mark_early(run.record)}")
+
+
+def mark_early(record: dict[str, Any]) -> str:
+    """What a table adds to the name of a run that ended before its schedule did, or saw a part of the images."""
+    overfit = found(record, "cut.overfit_batches")
+    words = ended_early(record) or (overfit and f"trainer.overfit_batches={overfit}")
+    return f" ({words})" if words else ""
 
 
 def _short(value: Any) -> str:

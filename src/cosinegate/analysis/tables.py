@@ -1,21 +1,19 @@
 """From run folders to results/pareto, and the table in the terminal."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from cosinegate.analysis import pareto as plots
-from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs
-from cosinegate.config import SWEEPS, is_number, is_plain_name
-from cosinegate.console import say
+from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs, run_folders
+from cosinegate.config import is_number, is_plain_name
+from cosinegate.console import cell, complain, say
 from cosinegate.errors import UserError
-from cosinegate.foreign import read_json
+from cosinegate.manifest import manifest_path, read_manifest
 from cosinegate.record import read_record
 
 LONGEST_TABLE = 200  # rows in a terminal; the files have all of them
@@ -37,9 +35,12 @@ def pareto(config: DictConfig, command: str) -> None:
         why = f" ({'; '.join(skipped[:3])}{'; ...' if skipped[3:] else ''})" if skipped else ""
         raise UserError(f"no finished run in {where}{why}: {HINT}")
     for line in skipped:
-        print(line, file=sys.stderr)
+        complain(line)
+    found, folder = families(runs, x), Path(config.folder)
+    for family in found:
+        plots.require_own_files(family, x, folder)
     written = []
-    for family, configurations in families(runs, x).items():
+    for family, configurations in found.items():
         measured = plots.mark(configurations, x)
         if len(measured) < len(configurations):
             say(f"{plots.title(family)}: {len(configurations) - len(measured)} configurations have no {x}")
@@ -49,7 +50,7 @@ def pareto(config: DictConfig, command: str) -> None:
         show(family, measured, x)
         area = plots.hypervolume(plots.points(measured, x), reference)
         say(f"hypervolume {area:.4f}, up to the reference ({x} {reference[0]:.3g}, accuracy {reference[1]:.3g})")
-        written += plots.write_pareto(family, measured, x, reference, Path(config.folder), command)
+        written += plots.write_pareto(family, measured, x, reference, folder, command)
     if not written:
         raise UserError(f"x = {x}: no run has it measured")
     for path in written:
@@ -58,17 +59,17 @@ def pareto(config: DictConfig, command: str) -> None:
 
 def show(family: Family, configurations: list[Configuration], x: str) -> None:
     """The table of one family, best first."""
-    table = Table(title=Text(plots.title(family)), title_justify="left", caption_justify="left")
+    table = Table(title=cell(plots.title(family)), title_justify="left", caption_justify="left")
     table.caption = "★ on the frontier" if x in ABSOLUTE else f"★ nothing else is more accurate at no more {x} FLOPs"
     for name in plots.columns(x):
         table.add_column(
             name, justify="left" if name in ("", "configuration", "chosen on") else "right", overflow="fold"
         )
     for row in plots.rows(configurations[:LONGEST_TABLE], x):
-        table.add_row(*map(Text, row))  # a name with brackets in it is a name
+        table.add_row(*map(cell, row))
     if len(configurations) > LONGEST_TABLE:
         table.caption = f"and {len(configurations) - LONGEST_TABLE} more; {table.caption}"
-    Console(width=max(Console().width, 120)).print(table)
+    Console(width=max(Console().width, 132)).print(table)
 
 
 def show_runs(runs: list[Run]) -> None:
@@ -95,24 +96,20 @@ def chosen_folders(config: DictConfig, hint: str = HINT, alone: bool = False) ->
     if not is_plain_name(config.sweep):
         raise UserError(f"sweep = {config.sweep}: must be a sweep's name")
     root = Path(config.runs_dir)
-    path = root / SWEEPS / f"{config.sweep}.json"
+    path = manifest_path(config.sweep, config.runs_dir)
     others = list(_asked_for(root, config.sweep)) if alone else []
     try:
-        listed = read_json(path)
+        folders = [root / run for run in read_manifest(path)]
     except FileNotFoundError as error:
         if others:
             return others
         raise UserError(f"sweep = {config.sweep}: not started yet ({path} would list it): {hint}") from error
-    runs = listed.get("runs") if isinstance(listed, dict) else None
-    if not isinstance(runs, list) or not all(isinstance(run, str) for run in runs):
-        raise UserError(f"{path} cannot be read: it lists no runs")
-    folders = [root / run for run in runs]
     return folders + [folder for folder in others if folder not in folders]
 
 
 def _asked_for(root: Path, sweep: str) -> Iterator[Path]:
     """The folders of runs whose record names the sweep; what cannot be read names none."""
-    for path in sorted(root.glob("*/*/record.json")):
+    for folder in run_folders([root]):
         with contextlib.suppress(UserError):
-            if (read_record(path.parent) or {}).get("sweep") == sweep:
-                yield path.parent
+            if (read_record(folder) or {}).get("sweep") == sweep:
+                yield folder

@@ -30,7 +30,8 @@ class Calibrated(L.Callback):
         self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         gates = [block.gate for block in pl_module.network.blocks if block.gate is not None]
-        if not (trainer.is_last_batch and gates and isinstance(gates[0].opening, Quantile)):
+        is_last = trainer.is_last_batch or trainer.should_stop
+        if not (is_last and gates and isinstance(gates[0].opening, Quantile)):
             return
         budget = gates[0].opening.budget
         fits = self.fitted_to > 0 and trainer.current_epoch + 1 >= math.floor(self.start_epoch)

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from cosinegate.calibration import Budget
 from cosinegate.errors import UserError
-from cosinegate.files import replacing
+from cosinegate.files import make_folder, replacing
 from cosinegate.loggers import MetricsCSV
 from cosinegate.record import accuracies
 from cosinegate.seal import sealed
@@ -30,7 +30,7 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         content = io.BytesIO()  # in memory first, where torch would hide what a full disk says
         torch.save(checkpoint, content)
         with replacing(path, kept_as=path.with_name(PREVIOUS) if path.name == LAST else None) as file:
@@ -45,11 +45,14 @@ class Checkpoints(Checkpoint):
     count: they compute more than they will be allowed to.
     """
 
-    def __init__(self, folder: Path, metrics: MetricsCSV, stop: StopRequest, minutes: float) -> None:
+    def __init__(
+        self, folder: Path, metrics: MetricsCSV, stop: StopRequest, minutes: float, run_stamp: dict[str, Any]
+    ) -> None:
         self.folder = folder / "checkpoints"
         self.metrics = metrics
         self.stop = stop
         self.seconds = 60 * minutes
+        self.run_stamp = run_stamp
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved_at = time.monotonic()
@@ -60,16 +63,20 @@ class Checkpoints(Checkpoint):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if is_step and not trainer.is_last_batch:  # after the last one the epoch's end or its validation saves
+        is_last = trainer.is_last_batch or trainer.should_stop
+        if is_step and not is_last:  # after the last one the epoch's end or its validation saves
             self._look(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:  # before the first step there is nothing to keep
+            return
         # a validation that starts again counts its batches again
         trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset()
         self._look(trainer)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.world_size == 1:  # several processes may have a different number of batches: they cannot agree
+        # several processes may have a different number of batches: they cannot agree
+        if trainer.world_size == 1 and not trainer.sanity_checking:
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -93,13 +100,19 @@ class Checkpoints(Checkpoint):
         self.stop.listen()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["run"] = self.run_stamp
         if trainer.validating:  # for lightning, in the middle of the first batch: there it goes back to validation
             begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             progress = {"total": begun, "current": dict(begun), "is_last_batch": False}
             checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = progress
 
     def _look(self, trainer: L.Trainer) -> None:
-        """Saves where it is time to, and ends the run where it was asked to stop. All processes do what any must."""
+        """Saves where it is time to, and ends the run where it was asked to stop. All processes do what any must.
+
+        Not where a limit has ended training: lightning would not go back to the validation that is left.
+        """
+        if trainer.should_stop:
+            return
         due = trainer.is_global_zero and time.monotonic() - self.saved_at >= self.seconds
         asked = torch.tensor([self.stop.signum or 0, due], device=trainer.strategy.root_device)
         if trainer.world_size > 1:

@@ -3,8 +3,18 @@
 import time
 
 import lightning.pytorch as L
+from lightning.pytorch.callbacks import RichProgressBar
 
 from cosinegate.console import clock
+
+
+def count_from_one(bar: RichProgressBar) -> None:
+    """Lightning's bar counts epochs from 0. A class of our own in the config would be another run's identity."""
+
+    def described(epoch: int) -> str:
+        return f"Epoch {epoch + 1}/{bar.trainer.max_epochs}".ljust(len(bar.validation_description))
+
+    bar._get_train_description = described
 
 
 class EpochLine(L.Callback):
@@ -21,7 +31,8 @@ class EpochLine(L.Callback):
         if not trainer.is_global_zero:
             return
         done = trainer.current_epoch + 1
-        left = (time.monotonic() - self.begin) / (done - self.first) * (trainer.max_epochs - done)
+        epochs_left = 0 if trainer.should_stop else trainer.max_epochs - done
+        left = (time.monotonic() - self.begin) / (done - self.first) * epochs_left
         known = trainer.callback_metrics
         shown = ("train/loss", "train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed")
         figures = "  ".join(f"{name} {known[name].item():.4f}" for name in shown if name in known)

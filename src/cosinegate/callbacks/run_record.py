@@ -1,6 +1,7 @@
 """Keeps record.json up to date: running from the first step, stopped or failed when it ends early."""
 
 import contextlib
+import math
 import resource
 import sys
 import time
@@ -8,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
+from cosinegate.callbacks.cut import Cut
 from cosinegate.callbacks.schedule import AtEpochStart
+from cosinegate.errors import UserError
+from cosinegate.lineage import spans, what_changed
 from cosinegate.lit import LitCosineGate
 from cosinegate.loggers import MetricsCSV
 from cosinegate.memory import give_back_freed_memory
@@ -27,20 +33,38 @@ class RunRecord(AtEpochStart):
         self.first_step_at: float | None = None
         self.tested: dict[str, Any] = {}
 
-    def start(self, trainer: L.Trainer, before: dict[str, Any] | None) -> None:
-        """Marks the folder as this run's before anything else is written there. `before` is what it held."""
+    def start(self, trainer: L.Trainer, before: dict[str, Any] | None, epochs: int, inside: bool) -> str | None:
+        """Marks the folder as this run's before anything else is written there.
+
+        `before` is the record that it held; the run goes on after so many `epochs`, perhaps `inside` the next. Returns
+        in words how the program has changed since.
+        """
         self.seconds_before = (before or {}).get("seconds", 0.0)
         self.started = (before or {}).get("started", now())
         self.first_step_at = (before or {}).get("first_step_at")
         self.begin = time.monotonic()
         self.record |= {"status": "running", "started": self.started} | provenance()
+        self.record["trained_by"] = spans(before, epochs, inside, trainer.max_epochs, self.record)
         self._write(trainer)
+        return what_changed(before, self.record) if before is not None and epochs + inside > 0 else None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         gates = {p for block in pl_module.network.blocks if block.gate for p in block.gate.parameters()}
         self.record["parameters"] = sum(p.numel() for p in pl_module.network.parameters())
         self.record["gate_parameters"] = sum(p.numel() for p in gates)
         self._write(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        super().on_train_start(trainer, pl_module)
+        if ended_by(trainer) is not None:  # before this start, which only its test is left for
+            trainer.should_stop = True
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+        if trainer.global_step < steps:
+            self.record["ended_early"] = by = ended_by(trainer) or "trainer.should_stop"
+            if not accuracies(self.metrics.rows):
+                raise UserError(f"{by} ended the run before its first validation: it has no accuracy")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self.images = 0
@@ -56,7 +80,7 @@ class RunRecord(AtEpochStart):
             self.first_step_at = time.time()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self.validated = True
+        self.validated = True  # a sanity check comes before an epoch starts
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         """Before the checkpoint of this epoch: whatever a resumed run starts from, its past is on disk."""
@@ -89,6 +113,8 @@ class RunRecord(AtEpochStart):
 
     def _write(self, trainer: L.Trainer, results: dict[str, Any] | None = None) -> None:
         rows = self.metrics.rows
+        span = self.record["trained_by"][-1]["epochs"]
+        span[1] = max(*span, *rows)
         last = rows[max(rows)] if rows else {}
         self.record |= {
             "epochs": {"planned": trainer.max_epochs, "done": max(rows, default=0)},
@@ -106,6 +132,18 @@ class RunRecord(AtEpochStart):
         } | (results or {})
         if trainer.is_global_zero:
             write_record(self.folder, self.record)
+
+
+def ended_by(trainer: L.Trainer) -> str | None:
+    """What has ended the training before its last epoch."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+            return f"EarlyStopping on {callback.monitor}"
+        if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
+            return "Timer"
+        if isinstance(callback, Cut) and callback.cut is not None:
+            return f"trainer.{callback.cut}"
+    return None
 
 
 def peak_memory_mib() -> float:

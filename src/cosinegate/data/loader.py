@@ -29,12 +29,16 @@ class Draw(NamedTuple):
 
 
 class EpochOrder:
-    """Draws an epoch from (seed, epoch). Lightning calls `set_epoch` before each one, as it does for any sampler."""
+    """Draws an epoch from (seed, epoch). Lightning calls `set_epoch` before each one, as it does for any sampler.
 
-    def __init__(self, size: int, seed: int, augmentation: Augmentation) -> None:
+    Without `shuffle` every epoch has the images in the data set's order.
+    """
+
+    def __init__(self, size: int, seed: int, augmentation: Augmentation, shuffle: bool = True) -> None:
         self.size = size
         self.seed = seed
         self.augmentation = augmentation
+        self.shuffle = shuffle
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -42,7 +46,7 @@ class EpochOrder:
 
     def draw(self) -> Draw:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(self.size, generator=generator)
+        order = torch.randperm(self.size, generator=generator) if self.shuffle else torch.arange(self.size)
         corner = torch.randint(0, 2 * self.augmentation.crop_padding + 1, (self.size, 2), generator=generator)
         flipped = torch.rand(self.size, generator=generator) < 0.5
         return Draw(order, corner, flipped & self.augmentation.flip)

@@ -17,10 +17,11 @@ SPLIT_SEED = 20161205  # which images are held out never depends on a run's seed
 class ImageData(L.LightningDataModule):
     """`validation: test` validates on the test set; `holdout` on training images that training never sees."""
 
-    def __init__(self, config: DataConfig, seed: int) -> None:
+    def __init__(self, config: DataConfig, seed: int, shuffle: bool = True) -> None:
         super().__init__()
         self.config = config
         self.seed = seed
+        self.shuffle = shuffle
         self.image_set = IMAGE_SETS[config.name.name]
         channels = self.image_set.shape[2]
         if len(config.mean) != channels:
@@ -57,6 +58,14 @@ class ImageData(L.LightningDataModule):
             self.kept = kept
         self.splits = {"train": train, "val": validation, "test": test}
 
+    def batches(self, world_size: int) -> dict[str, int]:
+        """How many there are in training, validation and test."""
+        held_out = self.config.holdout if self.config.validation is Validation.holdout else 0
+        whole, rest = divmod(self.image_set.train_size - held_out, self.config.batch_size)
+        sizes = {"val": held_out or self.image_set.test_size, "test": self.image_set.test_size}
+        evaluated = {stage: -(-size // world_size // self.config.eval_batch_size) for stage, size in sizes.items()}
+        return {"train": whole + (not self.config.drop_last and rest >= world_size)} | evaluated
+
     def train_dataloader(self) -> TrainLoader:
         images, labels = self._on_device("train")
         augmentation = Augmentation(self.config.crop_padding, self.config.flip)
@@ -66,7 +75,7 @@ class ImageData(L.LightningDataModule):
             self._normalise,
             self.config.batch_size,
             self.config.drop_last,
-            EpochOrder(len(labels), self.seed, augmentation),
+            EpochOrder(len(labels), self.seed, augmentation, self.shuffle),
             self._rank,
             self._world_size,
         )
@@ -82,6 +91,12 @@ class ImageData(L.LightningDataModule):
         images, labels = self._on_device(split)
         loader = EvalLoader(images[:limit], labels[:limit], self._normalise, self.config.eval_batch_size, 0, 1)
         return torch.cat([batch[0] for batch in loader]), labels[:limit]
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        """Whole images that were kept aside, or where none were, as many training images; never of the test set."""
+        return self.whole_images(
+            "val" if self.config.validation is Validation.holdout else "train", self.config.holdout
+        )
 
     def of_training_set(self, images: Tensor) -> Tensor:
         """Places among the images that are trained on, as places in the data set's training images."""

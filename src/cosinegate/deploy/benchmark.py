@@ -14,27 +14,31 @@ from torch import Tensor
 
 from cosinegate import console
 from cosinegate.build import reference_flops
-from cosinegate.choices import Checkpoint
+from cosinegate.choices import Checkpoint, Dynamic
 from cosinegate.commands import BenchmarkConfig
 from cosinegate.config import reference, require_positive
-from cosinegate.deploy.benchmark_table import as_markdown, draw
-from cosinegate.deploy.flops import dense_flops, flops_moved, forward_flops
+from cosinegate.deploy.benchmark_table import MARK, as_markdown, draw
+from cosinegate.deploy.export import eager_forward
+from cosinegate.deploy.flops import dense_flops, flops_moved
 from cosinegate.deploy.folded import folded
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES
 from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
 from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import Trained, is_the_records, load_trained
-from cosinegate.deploy.ways import IMAGES_A_ROUND, Model, Run, Ways
+from cosinegate.deploy.trained import Trained, is_the_records, load_gated
+from cosinegate.deploy.ways import DENSE, IMAGES_A_ROUND, Model, Run, Ways
 from cosinegate.errors import UserError
-from cosinegate.files import require_writable, write_atomically
+from cosinegate.files import require_writable
 from cosinegate.lock import is_locked, locked
+from cosinegate.outputs import naming, require_own, write_text
 from cosinegate.record import now, provenance, read_record, write_record
 from cosinegate.run import network_name
 from cosinegate.saved import chosen_path, load_checkpoint, run_folder_of
 
-ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs
+ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs where images are routed
+ALLOWED_COMPILED = 0.05  # and where nothing is left to route
 MANY = 64
 PAUSE = 0.03  # seconds: threads that wait for work keep a core busy for a while, and would slow the next engine down
+OWN_JSON, OWN_TABLE = r'\{\s*"run": .*"rows": \[', r"# [^\n]* on \w+, \d+ thread\(s\)\n\nTest accuracy "
 LATENCY_BATCH = 1  # what `latency_ms` of the record is measured at
 
 
@@ -64,37 +68,38 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     if not asked.batches or min(asked.batches) < 1:
         raise UserError(f"batches = {list(asked.batches)}: must be numbers of images, each at least 1")
     torch.set_num_threads(asked.threads)
-    trained = load_trained(asked.run, asked.checkpoint, asked.root, asked.data_folder)
-    require_exportable(trained.folded, trained.path)
+    trained = load_gated(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "benchmark"
+    path, table, figure = (folder / f"benchmark.{kind}" for kind in ("json", "md", "png"))
+    require_own({path: OWN_JSON, table: OWN_TABLE}, {figure: MARK})
     held_out = trained.held_out()
     if asked.budget is not None:
         trained.calibrate(asked.budget, held_out)
-    whole = trained.folded
-    trained.settle()
+    changes = trained.compile(held_out, asked.dynamic, asked.tolerance)
+    require_exportable(trained.folded, trained.path)
     images, labels = trained.data.whole_images("test", asked.images)
     if len(images) < max(asked.batches):
         raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
     others: dict[str, Model] = {}
     for run in asked.against:
         name, model = _dense_run(run, asked.checkpoint, trained)
-        others[name if name not in others else f"{name} ({run})"] = model
+        others[name if name not in others else f"{name} ({len(others) + 1})"] = model
     require_writable(folder)
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
-    flops = sum(forward_flops(trained.eager, part) for part in images.split(250))
-    executed = (flops / len(images) + trained.flops_settled(whole)) / reference_flops(trained.config)
-    runtime = SkippingNetwork(trained.folded)
-    accuracy = (runtime(images).argmax(1) == labels).float().mean().item()
-    counted = runtime.gates.float().mean().item()
-    is_own = asked.budget is None and is_the_records(trained.path)  # else the record's accuracy is of another network
-    own = run_folder_of(trained.path) if is_own else None
+    scores, gates, flops = eager_forward(trained.compiled, images)
+    accuracy = (scores.argmax(1) == labels).float().mean().item()
+    counted, executed = gates.float().mean().item(), flops / reference_flops(trained.config)
+    # else the record's accuracy is of another network
+    is_exact = asked.budget is None and asked.dynamic is Dynamic.keep and asked.tolerance == 0
+    own = run_folder_of(trained.path) if is_exact and is_the_records(trained.path) else None
+    name = "skipping" if trained.folded.routes else "compiled"
     models = {
-        "dense": Model(trained.dense(), 1.0, 1.0, None),
-        "skipping": Model(trained.folded, counted, executed, own),
+        DENSE: Model(trained.dense(), 1.0, 1.0, None),
+        name: Model(trained.folded, counted, executed, own, is_own=True),
     } | others
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, naming(Path(scratch)):
         ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)
-        rows, int8 = [], _int8(models["skipping"], trained, Path(scratch), images, labels)
+        rows, int8 = [], _int8(name, models[name], trained, Path(scratch), images, labels)
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
             rows += _rows(models, int8, ways.at(batch), batch, images, asked.rounds)
@@ -106,6 +111,10 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         "threads": asked.threads,
         "dense": network_name(reference(trained.config.network)),
         "budget": asked.budget,
+        "dynamic": asked.dynamic.name,
+        "tolerance": asked.tolerance,
+        "model": name,
+        "blocks": [changes.computed, len(changes.blocks)],
         "accuracy": accuracy,
         "counted": counted,
         "executed": executed,
@@ -114,24 +123,24 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         "kernels": kernels,
         "provenance": provenance(),
     }
-    write_atomically(folder / "benchmark.json", json.dumps(found, indent=2) + "\n")
-    write_atomically(folder / "benchmark.md", as_markdown(found))
-    draw(found, folder / "benchmark.png")
+    write_text(path, json.dumps(found, indent=2) + "\n")
+    write_text(table, as_markdown(found))
+    draw(found, figure)
     _into_records(models, rows, asked.threads)
     return found | {"folder": str(folder)}
 
 
-def _int8(model: Model, trained: Trained, folder: Path, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Of the skipping network: accuracy, and FLOPs, for rounding moves some images over a threshold."""
-    scores, decided = run_onnx(session(folder / "skipping-int8.onnx", 1), images.contiguous().numpy(), MANY)
+def _int8(name: str, model: Model, trained: Trained, folder: Path, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Of the run's network: accuracy, and FLOPs, for rounding moves some images over a threshold."""
+    scores, decided = run_onnx(session(folder / f"{name}-int8.onnx", 1), images.contiguous().numpy(), MANY)
     found = {"accuracy": (torch.from_numpy(np.asarray(scores)).argmax(1) == labels).float().mean().item()}
-    if decided is None:
+    if not model.skips:
         return found | {"counted": model.counted, "executed": model.executed}
     runtime = SkippingNetwork(model.network)
     runtime(images)
     theirs = runtime.gates.clone()
     theirs[:, [i for i, block in enumerate(model.network.blocks) if block.head is not None]] = torch.from_numpy(decided)
-    moved = flops_moved(trained.eager, trained.data.image_set.shape, runtime.gates, theirs)
+    moved = flops_moved(trained.compiled, trained.data.image_set.shape, runtime.gates, theirs)
     executed = model.executed + moved / reference_flops(trained.config)
     return found | {"counted": theirs.float().mean().item(), "executed": executed}
 
@@ -169,18 +178,18 @@ def _rows(
             best[model, engine] = way, found
     medians = {key: statistics.median(found) for key, (_, found) in best.items()}
     all_ways = {key: {way: statistics.median(times[*key, way]) for way in by_way} for key, by_way in ways.items()}
-    fastest = min(value for (name, _), value in medians.items() if name == "dense")
+    fastest = min(value for (name, _), value in medians.items() if name == DENSE)
     made = []
     for (name, engine), (way, found) in best.items():
         model, median = models[name], medians[name, engine]
-        ratios = [own / dense for own, dense in zip(found, best["dense", engine][1], strict=True)]
+        ratios = [own / dense for own, dense in zip(found, best[DENSE, engine][1], strict=True)]
         ratio = statistics.median(ratios)  # of one round: a machine that slows down slows both
-        bar = _bar(engine, batch, model.executed) if model.skips else None
-        low, high = np.percentile(found if name == "dense" else ratios, [25, 75])
-        middle = median if name == "dense" else ratio
+        bar = _bar(model, engine, batch)
+        low, high = np.percentile(found if name == DENSE else ratios, [25, 75])
+        middle = median if name == DENSE else ratio
         met = None if bar is None else ratio <= bar
         flops = model.counted, model.executed
-        if name == "skipping" and "int8" in engine:
+        if model.is_own and "int8" in engine:
             flops = int8["counted"], int8["executed"]
         made.append(
             Row(
@@ -208,10 +217,15 @@ def _profiled(rows: list[Row]) -> list[int]:
     return sorted({min(batches), max(batches), *(row.batch for row in rows if row.met is False)})
 
 
-def _bar(engine: str, batch: int, executed: float) -> float | None:
-    if batch >= MANY and "int8" not in engine:
-        return executed + ALLOWED["many"]
-    return executed + ALLOWED["one"] if batch == 1 and engine == "onnxruntime" else None
+def _bar(model: Model, engine: str, batch: int) -> float | None:
+    """The time ratio that the run's network is allowed."""
+    if not model.is_own or "int8" in engine or (batch != 1 and batch < MANY):
+        return None
+    if not model.skips:
+        return model.executed + ALLOWED_COMPILED
+    if batch >= MANY:
+        return model.executed + ALLOWED["many"]
+    return model.executed + ALLOWED["one"] if engine == "onnxruntime" else None
 
 
 def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tuple[str, Model]:
@@ -245,5 +259,5 @@ def _into_records(models: dict[str, Model], rows: list[Row], threads: int) -> No
         best = min(measured, key=lambda row: row.ms_per_image)
         how = {"batch": best.batch, "engine": best.engine, "threads": threads, "time_ratio": best.time_ratio}
         latency = {"latency_ms": best.ms_per_image, "latency": how | {"measured": now()}}
-        with locked(model.folder, wait=False):
+        with locked(model.folder, wait=False), naming(model.folder / "record.json"):
             write_record(model.folder, read_record(model.folder) | latency)

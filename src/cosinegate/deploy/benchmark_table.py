@@ -6,21 +6,24 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from cosinegate import console
-from cosinegate.files import replacing
+from cosinegate.escape import code, markdown
+from cosinegate.outputs import save_figure
 
+MARK = "CosineGate benchmark"
 plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
 
 def as_markdown(found: dict[str, Any]) -> str:
     lines = [
-        f"# {found['run']} on {found['data']}, {found['threads']} thread(s)",
+        f"# {markdown(found['run'])} on {found['data']}, {found['threads']} thread(s)",
         "",
         f"Test accuracy {100 * found['accuracy']:.2f}%; with int8 convolutions "
-        f"{100 * found['int8']['accuracy']:.2f}%, where some images take another route. "
-        f"Dense is {found['dense']}: FLOPs executed are over its. "
+        f"{100 * found['int8']['accuracy']:.2f}%{_rerouted(found)}. "
+        f"Dense is {markdown(found['dense'])}: FLOPs executed are over its. "
         "Models took turns in one process; a time ratio is to it on the same engine in the same round, "
         "the median over rounds, and `spread` the middle half of the rounds' ratios (of dense, of its times). "
-        "`bar` is the executed FLOPs plus what is allowed for gates, gather and scatter.",
+        f"{found['blocks'][0]} of {found['blocks'][1]} blocks are left. "
+        "`bar` is the executed FLOPs plus what is allowed (for gates, gather and scatter, where images are routed).",
         "",
         "| batch | engine | model | way | FLOPs counted | FLOPs executed | time ratio | bar | ms an image | spread | "
         "to fastest dense |",
@@ -29,12 +32,16 @@ def as_markdown(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         bar = "" if row["bar"] is None else f"{row['bar']:.3f} {'met' if row['met'] else 'missed'}"
         lines.append(
-            f"| {row['batch']} | {row['engine']} | {row['model']} | {row['way']} | {row['counted']:.3f} | "
+            f"| {row['batch']} | {row['engine']} | {markdown(row['model'])} | {row['way']} | {row['counted']:.3f} | "
             f"{row['executed']:.3f} | {row['time_ratio']:.3f} | {bar} | {row['ms_per_image']:.3f} | "
             f"{row['spread']:.2f} | {row['to_fastest']:.3f} |"
         )
     lines += _ways(found["rows"]) + _kernels(found["kernels"])
-    return "\n".join([*lines, "", f"Command: `python {found['provenance']['command']}`", ""])
+    return "\n".join([*lines, "", f"Command: {code('python ' + found['provenance']['command'])}", ""])
+
+
+def _rerouted(found: dict[str, Any]) -> str:
+    return ", where some images take another route" if found["model"] == "skipping" else ""
 
 
 def _ways(rows: list[dict[str, Any]]) -> list[str]:
@@ -42,12 +49,12 @@ def _ways(rows: list[dict[str, Any]]) -> list[str]:
     lines += ["| batch | engine | model | ways |", "|---:|---|---|---|"]
     for row in rows:
         ways = ", ".join(f"{way} {ms:.3f}" for way, ms in sorted(row["ways"].items(), key=lambda one: one[1]))
-        lines.append(f"| {row['batch']} | {row['engine']} | {row['model']} | {ways} |")
+        lines.append(f"| {row['batch']} | {row['engine']} | {markdown(row['model'])} | {ways} |")
     return lines
 
 
 def _kernels(kernels: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list[str]:
-    """What a skipping network saves in convolutions and pays for routing, at the first and the last batch size and
+    """What the run's network saves in convolutions and pays for routing, at the first and the last batch size and
     where a bar is missed."""
     lines = []
     for engine in ("onnxruntime", "torch"):
@@ -58,12 +65,12 @@ def _kernels(kernels: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list
         for batch, engines in kernels.items():
             for name, spent in engines[engine].items():
                 figures = " | ".join(f"{value:.3f}" for value in (*spent.values(), sum(spent.values())))
-                lines.append(f"| {batch} | {name} | {figures} |")
+                lines.append(f"| {batch} | {markdown(name)} | {figures} |")
     return lines
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    rows = [row for row in found["rows"] if row["model"] == "skipping"]
+    rows = [row for row in found["rows"] if row["model"] == found["model"]]
     batches, engines = (sorted({row[key] for row in rows}) for key in ("batch", "engine"))
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     width = 0.8 / len(engines)
@@ -77,11 +84,27 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.axhline(found["executed"], color="black", linestyle="--", label=f"FLOPs executed {found['executed']:.2f}")
     axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
     axes.set(xlabel="images in a batch", ylabel="of the dense network, same engine", ylim=(0, None))
-    axes.set_title(f"Time of the skipping forms, {found['threads']} thread(s)", fontsize=10)
+    axes.set_title(f"Time of the {found['model']} forms, {found['threads']} thread(s)", fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=3)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path, MARK, dpi=150)
     plt.close(figure)
+
+
+def in_short(found: dict[str, Any], card: dict[str, Any]) -> str:
+    """What was saved, in one line, and where the file is."""
+    ratios = {
+        row["batch"]: f"{row['time_ratio']:.2f} of the time for {row['batch']} image{'s' * (row['batch'] > 1)}"
+        for row in found["rows"]
+        if row["model"] == found["model"] and row["engine"] == "onnxruntime"
+    }
+    computed, blocks = found["blocks"]
+    same = round(card["forms"]["compiled"]["same_class"] * card["test_images"])
+    file = next(name for name in ("network.onnx", "batch.onnx") if name in card["files"])
+    return (
+        f"compiled: {computed} of {blocks} blocks are left, {found['executed']:.3f} of the dense network's FLOPs, "
+        f"{', '.join(ratios.values())} (onnxruntime), the same class on {same:,} of {card['test_images']:,} images; "
+        f"{card['folder']}/{file}"
+    )
 
 
 def show(found: dict[str, Any]) -> None:
@@ -102,5 +125,8 @@ def show(found: dict[str, Any]) -> None:
     columns = ("batch", "engine", "model", "way", "counted", "executed", "time ratio", "bar", "ms/image")
     console.show_table(f"{found['run']}, accuracy {console.percent(found['accuracy'])}", columns, rows)
     console.say("time ratio: to the dense network on the same engine, each in its fastest way to run the batch")
-    console.say("bar: executed FLOPs plus 0.10 (batches of 64 and more) or 0.15 (one image on onnxruntime)")
+    bar = "0.05, for one image and for 64 and more"
+    if found["model"] == "skipping":
+        bar = "0.10 (batches of 64 and more) or 0.15 (one image on onnxruntime)"
+    console.say(f"bar: executed FLOPs plus {bar}; {found['blocks'][0]} of {found['blocks'][1]} blocks are left")
     console.say(f"written to {found['folder']}")

@@ -8,9 +8,10 @@ then multiplied by zero.
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.networks import ResNet
 
 
@@ -40,7 +41,7 @@ def flops_moved(network: ResNet, shape: tuple[int, int, int], gates: Tensor, oth
 
 
 def block_flops(network: ResNet, shape: tuple[int, int, int]) -> Tensor:
-    """(N,): FLOPs of every block's residual for one image (H, W, C)."""
+    """(N,): FLOPs of every block's residual for one image (H, W, C); a block that was removed has none."""
     meta = copy.deepcopy(network).to("meta").eval()
     height, width, channels = shape
     flops = []
@@ -48,16 +49,29 @@ def block_flops(network: ResNet, shape: tuple[int, int, int]) -> Tensor:
         x = meta.stem(torch.empty(1, channels, height, width, device="meta"))
         for block in meta.blocks:
             with FlopCounterMode(display=False) as counter:
-                x = block.residual(x)
+                r = None if block.residual is None else block.residual(x)
             flops.append(counter.get_total_flops())
+            x = block.shortcut(x) if r is None else r
     return torch.tensor(flops, dtype=torch.float32)
 
 
-def flops_beside_blocks(deployed: nn.Module, network: ResNet, shape: tuple[int, int, int]) -> float:
-    """FLOPs for one image (H, W, C) of all but the residuals of a deployed form of the network, every look made."""
-    height, width, channels = shape
-    meta = copy.deepcopy(deployed).to("meta")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        meta(torch.empty(1, channels, height, width, device="meta"))
-    there = torch.tensor([not block.removed for block in deployed.blocks])
-    return counter.get_total_flops() - block_flops(network, shape)[there].sum().item()
+def deployed_flops(network: FoldedNetwork, gates: Tensor, shape: tuple[int, int, int]) -> float:
+    """FLOPs for one image (H, W, C) of a deployed network, the mean over images that take these routes (B, N)."""
+    meta, own, (height, width, channels) = copy.deepcopy(network).to("meta"), [], shape
+    images = torch.empty(1, channels, height, width, device="meta")
+    with torch.no_grad():
+        x = meta.enter(images)
+        for block in meta.blocks:
+            with FlopCounterMode(display=False) as counter:
+                if not block.removed:
+                    block.residual(x)
+            own.append(counter.get_total_flops())
+            x = block.identity(x)
+        with FlopCounterMode(display=False) as counter:
+            meta(images)
+    skipped = [1 - share if block.routes else 0.0 for block, share in zip(meta.blocks, _shares(gates), strict=True)]
+    return counter.get_total_flops() - sum(flops * share for flops, share in zip(own, skipped, strict=True))
+
+
+def _shares(gates: Tensor) -> list[float]:
+    return gates.double().mean(0).tolist()

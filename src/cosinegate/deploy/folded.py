@@ -21,19 +21,42 @@ from cosinegate.networks.block import PadShortcut
 
 
 class FoldedBlock(nn.Module):
-    """relu(s(x) + F(x)) with two convolutions, and a head that says for whom F runs; without a head, for all."""
+    """relu(s(x) + F(x)), and a head that decides for whom F runs; without a head, for all. F is two or three
+    convolutions with ReLUs between them; with none, every sample takes the identity path.
+    """
 
-    def __init__(self, conv1: nn.Conv2d, conv2: nn.Conv2d, shortcut: nn.Module, post_activation: bool) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, convolutions: list[nn.Conv2d], shortcut: nn.Module, post_activation: bool
+    ) -> None:
         super().__init__()
-        self.conv1, self.conv2, self.shortcut = conv1, conv2, shortcut
-        self.post_activation = post_activation
+        self.inputs, self.outputs = inputs, outputs  # channels
+        self.names = [f"conv{number}" for number in range(1, len(convolutions) + 1)]
+        for name, convolution in zip(self.names, convolutions, strict=True):
+            self.add_module(name, convolution)
+        self.shortcut, self.post_activation = shortcut, post_activation
         self.eye: Eye | None = None  # what it sees of its input is what its head, and later ones, are shown
         self.head: Head | None = None
-        self.removed = False  # F is gone: every sample takes the identity path
+        self.removed = not convolutions
+
+    @property
+    def convolutions(self) -> list[nn.Conv2d]:
+        return [getattr(self, name) for name in self.names]
 
     @property
     def looks(self) -> bool:
         return self.eye is not None
+
+    @property
+    def routes(self) -> bool:
+        """Whether it decides before F for whom F runs."""
+        return self.head is not None and not self.head.compares
+
+    def residual(self, x: Tensor) -> Tensor:
+        """F(x)."""
+        *first, last = self.convolutions
+        for convolution in first:
+            x = torch.relu(convolution(x))
+        return last(x)
 
     def identity(self, x: Tensor) -> Tensor:
         """What a closed gate gives. After a ReLU an identity path is what it is."""
@@ -43,8 +66,15 @@ class FoldedBlock(nn.Module):
 
     def full(self, x: Tensor) -> Tensor:
         """What an open gate gives."""
-        y = self.shortcut(x) + self.conv2(torch.relu(self.conv1(x)))
+        y = self.shortcut(x) + self.residual(x)
         return torch.relu(y) if self.post_activation else y
+
+    def compared(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What a head that needs F(x) gives, and for whom it is open (B, 1): F runs for all."""
+        s, r = self.shortcut(x), self.residual(x)
+        is_open = self.head.compare(x, s, r)
+        y = torch.where(is_open[:, :, None, None], s + r, s)
+        return torch.relu(y) if self.post_activation else y, is_open
 
     def forward(self, x: Tensor) -> Tensor:
         """What it gives to every sample, where it has no gate."""
@@ -55,10 +85,16 @@ class FoldedNetwork(nn.Module):
     """Stem, blocks and head. Its forward is the masked form: F for all, and the identity where a gate is closed."""
 
     def __init__(
-        self, stem: nn.Conv2d, blocks: list[FoldedBlock], head: nn.Linear | ExitClassifier, size: tuple[int, int] | None
+        self,
+        stem: nn.Conv2d,
+        blocks: list[FoldedBlock],
+        head: nn.Linear | ExitClassifier,
+        size: tuple[int, int] | None,
+        pool: nn.MaxPool2d | None = None,
     ) -> None:
         super().__init__()
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
+        self.pool = pool  # after the stem, of torchvision's networks
         self.size = size  # (H, W) of the images that it was trained on, where that is known
 
     @property
@@ -79,15 +115,27 @@ class FoldedNetwork(nn.Module):
         eye = next((block.eye for block in self.blocks if block.eye is not None), None)
         return None if eye is None else eye.begin(images)
 
+    @property
+    def routes(self) -> bool:
+        """Whether a gate decides before F for whom F runs."""
+        return any(block.routes for block in self.blocks)
+
+    def enter(self, images: Tensor) -> Tensor:
+        """What the first block is given."""
+        x = torch.relu(self.stem(images))
+        return x if self.pool is None else self.pool(x)
+
     def forward(self, images: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             self.check(images)
-        x, seen = torch.relu(self.stem(images)), self.begin(images)
+        x, seen = self.enter(images), self.begin(images)
         for block in self.blocks:
             if block.eye is not None:
                 seen = block.eye(x, seen)
             if block.head is None:
                 x = block(x)
+            elif block.head.compares:
+                x, _ = block.compared(x)
             else:
                 x = torch.where(block.head(seen)[:, :, None, None], block.full(x), block.identity(x))
         return self.answer(self.classify(x), seen)
@@ -110,43 +158,53 @@ class Leading(nn.Module):
 
     def __init__(self, network: FoldedNetwork) -> None:
         super().__init__()
-        self.stem = network.stem
+        self.stem, self.pool = network.stem, network.pool
         self.blocks = nn.ModuleList(takewhile(lambda block: block.eye is None and block.head is None, network.blocks))
 
     def forward(self, images: Tensor) -> Tensor:
         x = torch.relu(self.stem(images))
+        x = x if self.pool is None else self.pool(x)
         for block in self.blocks:
             x = block(x)
         return x
 
 
-def folded(network: GatedNetwork, size: tuple[int, int] | None = None) -> FoldedNetwork:
+def folded(network: GatedNetwork, size: tuple[int, int] | None = None, compares: bool = False) -> FoldedNetwork:
     """The deployable form of a network that was trained on images of a size (H, W).
 
-    One whose gates need F(x) first cannot skip anything. A gate that is the same for every image is no gate any more.
+    A gate that is the same for every image is no gate any more. One that needs F(x) first cannot skip anything; with
+    `compares` it is taken all the same, F runs for all, and its decision selects.
     """
     network = network.eval()
-    if len(network.stem) != 3 or any(len(block.residual) != 5 for block in network.blocks):
-        raise UserError("only the ResNets of network.depth are deployed, not torchvision's")
-    blocks = []
+    conv, bn, _, *pool = network.stem
+    blocks, channels = [], conv.out_channels
     for block in network.blocks:
-        conv1, bn1, _, conv2, bn2 = block.residual
-        plain = FoldedBlock(
-            fuse_conv_bn_eval(conv1, bn1), fuse_conv_bn_eval(conv2, bn2), _shortcut(block), _activates(block)
-        )
-        if block.gate is not None and block.gate.constant is not None:
-            plain.removed = not block.gate.constant
-        elif block.gate is not None:
-            eye, plain.head = deployed(block.gate)
+        constant = None if block.gate is None else block.gate.constant
+        convolutions = [] if block.residual is None or constant is False else _convolutions(block.residual)
+        shortcut = _shortcut(block)
+        outputs = convolutions[-1].out_channels if convolutions else _outputs(shortcut, channels)
+        plain = FoldedBlock(channels, outputs, convolutions, shortcut, isinstance(block.activation, nn.ReLU))
+        if block.asks and constant is None:
+            eye, plain.head = deployed(block.gate, compares)
             plain.eye = eye if block.looks else None
+        elif block.gate is not None and block.looks and block.settled:  # for the gates of later blocks
+            plain.eye, _ = deployed(block.gate)
         blocks.append(plain)
-    conv, bn, _ = network.stem
-    made = FoldedNetwork(fuse_conv_bn_eval(conv, bn), blocks, network.head, size)
+        channels = outputs
+    made = FoldedNetwork(fuse_conv_bn_eval(conv, bn), blocks, network.head, size, *pool)
     return made.requires_grad_(False).eval().to(memory_format=torch.channels_last)
 
 
-def _activates(block: ResidualBlock) -> bool:
-    return isinstance(block.activation, nn.ReLU)
+def _convolutions(residual: nn.Sequential) -> list[nn.Conv2d]:
+    """Those of F, each with its BatchNorm folded in."""
+    parts = [part for part in residual if not isinstance(part, nn.ReLU)]
+    return [fuse_conv_bn_eval(conv, bn) for conv, bn in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _outputs(shortcut: nn.Module, inputs: int) -> int:
+    if isinstance(shortcut, PadShortcut):
+        return inputs + shortcut.new_channels
+    return shortcut.out_channels if isinstance(shortcut, nn.Conv2d) else inputs
 
 
 def _shortcut(block: ResidualBlock) -> nn.Module:

@@ -6,7 +6,6 @@ all images or closed for all, by what most of them have (`rounded`). Gates that 
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,11 @@ from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import load_trained
 from cosinegate.dynamic import DYNAMIC
 from cosinegate.errors import UserError
-from cosinegate.files import replacing, require_writable, write_atomically
+from cosinegate.files import require_writable
+from cosinegate.outputs import require_own, save_figure, write_text
 from cosinegate.saved import run_folder_of
 
+MARK, OWN = "CosineGate calibrate", r'\{\s*"checkpoint": .*"calibrated_on": '
 plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
 
@@ -48,12 +49,11 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
         trained.check_budget(budget)
     folder = run_folder_of(trained.path)
     name = "frontier" if on_test else "frontier_held_out"
-    for place, good in ((folder / "figures", Path.is_dir), (folder / f"{name}.json", Path.is_file)):
-        if os.path.lexists(place) and not good(place):
-            raise UserError(f"{place}: is in the way of what would be written")
+    path, figure = folder / f"{name}.json", folder / "figures" / f"{name}.png"
+    require_own({path: OWN}, {figure: MARK})
     for place in (folder, folder / "figures"):
         require_writable(place)
-    held_out, held_out_labels = trained.held_out_and_labels()
+    held_out, held_out_labels = trained.data.held_out()
     images, labels = held_out[: asked.images], held_out_labels[: asked.images]
     if on_test:
         images, labels = trained.data.whole_images("test", asked.images)
@@ -89,15 +89,15 @@ def frontier(asked: CalibrateConfig) -> dict[str, Any]:
         "images": len(images),
         "points": points,
     }
-    write_atomically(folder / f"{name}.json", json.dumps(found, indent=2) + "\n")
-    found["figure"] = str(_draw(points, trained.config.name, asked.measured_on, folder / "figures" / f"{name}.png"))
-    return found
+    write_text(path, json.dumps(found, indent=2) + "\n")
+    _draw(points, trained.config.name, asked.measured_on, figure)
+    return found | {"figure": str(figure)}
 
 
 @torch.no_grad()
 def forced(network: FoldedNetwork, images: Tensor, gates: Tensor) -> Tensor:
     """Class scores of images that are given gates (B, N), whatever the network's own would be."""
-    x, said = torch.relu(network.stem(images)), []
+    x, said = network.enter(images), []
     for block, gate in zip(network.blocks, gates.T, strict=True):
         if isinstance(block.eye, ExitEye):
             said.append((block.eye(x, None)[1], gate))
@@ -114,8 +114,7 @@ def _accuracy(network: FoldedNetwork, images: Tensor, labels: Tensor, gates: Ten
     return (scores.argmax(1) == labels).float().mean().item()
 
 
-def _draw(points: list[dict[str, Any]], name: str, on: MeasuredOn, path: Path) -> Path:
-    path.parent.mkdir(exist_ok=True)
+def _draw(points: list[dict[str, Any]], name: str, on: MeasuredOn, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     executed, accuracy = ([point[key] for point in points] for key in ("executed", "accuracy"))
     axes.plot(executed, [100 * value for value in accuracy], "o-", color="tab:blue")
@@ -132,10 +131,8 @@ def _draw(points: list[dict[str, Any]], name: str, on: MeasuredOn, path: Path) -
     axes.set_title(f"{name}: one checkpoint, thresholds calibrated to each budget", fontsize=10)
     axes.grid(alpha=0.3)
     axes.margins(0.1)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path, MARK, dpi=150)
     plt.close(figure)
-    return path
 
 
 def show(found: dict[str, Any]) -> None:

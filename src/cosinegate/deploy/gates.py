@@ -14,6 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from cosinegate.deploy.eyes import ExitEye, Eye, Fingerprint, Mean, Memory, Statistics, Whole
 from cosinegate.deploy.heads import (
     AttentionHead,
+    CompareHead,
     ConvolutionHead,
     FingerprintHead,
     GateHead,
@@ -22,11 +23,12 @@ from cosinegate.deploy.heads import (
     TurnHead,
 )
 from cosinegate.errors import UserError
-from cosinegate.gates import Gate, PredictiveGate
+from cosinegate.gates import CosineGate, Gate, PredictiveGate
 from cosinegate.gates.aig import AigGate
 from cosinegate.gates.attention import AttentionGate
 from cosinegate.gates.controller_only import ControllerGate
 from cosinegate.gates.exit import ExitGate
+from cosinegate.gates.pooled import PooledGate
 from cosinegate.gates.random import RandomGate
 from cosinegate.gates.skipnet import SkipNetGate
 from cosinegate.gates.skipnet_recurrent import RecurrentGate
@@ -42,9 +44,9 @@ def built(card: dict[str, Any]) -> nn.Module:
 
 
 @torch.no_grad()
-def deployed(gate: Gate) -> tuple[Eye, Head]:
-    """What a trained gate becomes. One that needs F(x) first has no such form."""
-    if not gate.decides_first:
+def deployed(gate: Gate, compares: bool = False) -> tuple[Eye | None, Head]:
+    """What a trained gate becomes. One that needs F(x) first cannot skip, and is taken only where it may compare."""
+    if not gate.decides_first and not compares:
         raise UserError(
             "its gates look at F(x) before they decide, so nothing can be skipped; "
             "train with gate=predictive (gate.signal=predicted)"
@@ -86,6 +88,24 @@ def _controller(gate: ControllerGate) -> tuple[Eye, Head]:
     return Mean(), head
 
 
+def _cosine(gate: CosineGate) -> tuple[None, Head]:
+    controller = gate.controller
+    sizes = (None, None) if controller is None else (controller.w1.in_features, controller.w1.out_features)
+    head = CompareHead(gate.measure.name, *sizes)
+    head.gamma.copy_(gate.gamma)
+    if controller is not None:
+        head.w1.weight.copy_(controller.w1.weight)
+        head.w2.weight.copy_(gate.gamma * controller.w2.weight)
+    return None, head
+
+
+def _pooled(gate: PooledGate) -> tuple[Eye, Head]:
+    first, _, last = gate.score
+    head = GateHead(first.in_features, first.out_features, leak=0.0)
+    head.w1, head.w2 = copy.deepcopy(first), copy.deepcopy(last)
+    return Statistics(), head
+
+
 def _aig(gate: AigGate) -> tuple[Eye, Head]:
     first, bn, _, last = gate.score.eval()
     head = GateHead(first.in_features, first.out_features, leak=0.0)
@@ -118,7 +138,9 @@ def _random(gate: RandomGate) -> tuple[Eye, Head]:
     return Fingerprint(), FingerprintHead(gate.place, gate.rate)
 
 
-FORMS: dict[type[Gate], Callable[[Any], tuple[Eye, Head]]] = {
+FORMS: dict[type[Gate], Callable[[Any], tuple[Eye | None, Head]]] = {
+    CosineGate: _cosine,
+    PooledGate: _pooled,
     PredictiveGate: _predictive,
     ExitGate: _exit,
     ControllerGate: _controller,

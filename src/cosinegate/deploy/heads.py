@@ -5,15 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cosinegate import geometry
+from cosinegate.choices import Measure
 from cosinegate.gates import LEAK, Seen
 from cosinegate.gates.attention import ChannelAttention
 from cosinegate.gates.random import uniform
+from cosinegate.geometry import Dots
 
 
 class Head(nn.Module):
     """Open, (B, 1) bool, where the score of what was seen lies above `turn`."""
 
     kind: str  # its name in a card
+    compares = False  # whether it needs F(x)
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +52,39 @@ class GateHead(Head):
     def described(self) -> dict[str, Any]:
         sizes = {"features": self.w1.in_features, "hidden": self.w1.out_features}
         return super().described() | sizes | {"leak": self.leak}
+
+
+class CompareHead(Head):
+    """The paper's gate, which compares s and F(x): γ·measure + w2·ReLU(W1·GAP(x)), γ multiplied into w2."""
+
+    kind = "compare"
+    compares = True
+
+    def __init__(self, measure: str, channels: int | None, hidden: int | None) -> None:
+        super().__init__()
+        self.measure = Measure[measure]
+        self.sizes = {"measure": measure, "channels": channels, "hidden": hidden}
+        self.register_buffer("gamma", torch.zeros(()))
+        self.w1 = None if hidden is None else nn.Linear(channels, hidden, bias=False)
+        self.w2 = None if hidden is None else nn.Linear(hidden, 1, bias=False)
+
+    def compare(self, x: Tensor, s: Tensor, r: Tensor) -> Tensor:
+        """Where it is open (B, 1), of a block's input, its identity path and F(x)."""
+        logit = self.gamma * geometry.measured(self.measure, _dots(s, r))[:, None]
+        if self.w1 is not None:
+            logit = logit + self.w2(torch.relu(self.w1(geometry.global_average_pool(x))))
+        return logit > self.turn
+
+    def described(self) -> dict[str, Any]:
+        return super().described() | self.sizes
+
+
+def _dots(s: Tensor, r: Tensor) -> Dots:
+    """The dot products of two maps; a compiler or an exporter is shown plain sums."""
+    if not torch.compiler.is_compiling():
+        return geometry.constant_dot_products(s, r)
+    a, b, c = ((one * other).sum((1, 2, 3)) for one, other in ((s, s), (s, r), (r, r)))
+    return Dots(a, b, c, torch.zeros_like(b))
 
 
 class TurnHead(Head):

@@ -1,6 +1,11 @@
 """The batch form with int8 convolutions, for edge devices, by onnxruntime's own tools."""
 
+import contextlib
+import errno
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +15,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor
 
 from cosinegate.deploy.onnx_forms import quietly
+from cosinegate.files import replacing
 
 CALIBRATION_IMAGES = 512  # whose activations give the convolutions their scales
 
@@ -29,13 +35,13 @@ def write_int8(source: Path, path: Path, images: Tensor) -> None:
     Weights have seven bits: where a processor has no VNNI, sums of eight-bit products saturate, and a CIFAR-10 run had
     80.1% of the held-out images right instead of 87.8%.
     """
-    with quietly(), tempfile.TemporaryDirectory() as scratch:
-        prepared = Path(scratch) / "prepared.onnx"
+    with quietly(), tempfile.TemporaryDirectory() as scratch, _reading_back(Path(scratch), source.stat().st_size):
+        prepared, quantised = Path(scratch) / "prepared.onnx", Path(scratch) / "quantised.onnx"
         quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
         convolutions = [node for node in onnx.load(prepared).graph.node if node.op_type == "Conv"]
         quantize_static(
             str(prepared),
-            str(path),
+            str(quantised),
             _Images(images),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=["Conv"],
@@ -46,6 +52,20 @@ def write_int8(source: Path, path: Path, images: Tensor) -> None:
             weight_type=QuantType.QInt8,
             extra_options={"ActivationSymmetric": False, "WeightSymmetric": True},
         )
+        content = quantised.read_bytes()
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def _reading_back(scratch: Path, size: int) -> Iterator[None]:
+    """onnxruntime's tools do not notice a full disk before they read what they wrote."""
+    try:
+        yield
+    except Exception as error:
+        if shutil.disk_usage(scratch).free < 4 * size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(scratch)) from error
+        raise
 
 
 def is_of_gate(convolution: onnx.NodeProto) -> bool:

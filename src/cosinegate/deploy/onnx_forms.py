@@ -38,10 +38,10 @@ class OnnxForm(nn.Module):
         self.network = copy.deepcopy(network)
         for block in self.network.blocks:
             if isinstance(block.shortcut, PadShortcut):
-                block.shortcut = as_convolution(block.shortcut, block.conv1.in_channels)
+                block.shortcut = as_convolution(block.shortcut, block.inputs)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x, seen = torch.relu(self.network.stem(images)), self.network.begin(images)
+        x, seen = self.network.enter(images), self.network.begin(images)
         blocks, gates = self.network.blocks, []
         exits = next((place for place, block in enumerate(blocks) if isinstance(block.eye, ExitEye)), len(blocks))
         for block in blocks[:exits]:
@@ -51,6 +51,9 @@ class OnnxForm(nn.Module):
                 x = block.identity(x)
             elif block.head is None:
                 x = block.full(x)
+            elif block.head.compares:
+                x, is_open = block.compared(x)
+                gates.append(is_open)
             else:
                 is_open = block.head(seen)
                 gates.append(is_open)
@@ -159,7 +162,7 @@ def require_exportable(network: FoldedNetwork, path: Path) -> None:
     """Ends with one line where a gate decides by something that ONNX has no operators for."""
     if any(block.eye is not None and not block.eye.exports for block in network.blocks):
         words = "its gates hash an image's bits, for which ONNX has no operators: it cannot be exported"
-        raise UserError(f"{path}: {words}; the skipping runtime runs it")
+        raise UserError(f"{path}: {words}; dynamic=round settles them, and the skipping runtime runs it as it is")
 
 
 def write_onnx(form: OnnxForm, path: Path, shape: tuple[int, int, int], one_image: bool) -> None:

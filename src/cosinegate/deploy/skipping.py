@@ -18,7 +18,8 @@ from cosinegate.gates import Seen
 
 MICRO_BATCH = 32
 PREPARED = 64  # sizes of a block's convolutions that oneDNN is shown ahead; of many more it would forget the first
-FUSES = torch.backends.mkldnn.is_available()  # elsewhere the same calls are made one after the other
+# elsewhere the same calls are made one after the other; without AVX2 oneDNN's fused addition ends the process
+FUSES = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
 class FusedConv:
@@ -26,7 +27,7 @@ class FusedConv:
 
     def __init__(self, layer: nn.Conv2d) -> None:
         self.layer = layer
-        self.places = (layer.padding, layer.stride, layer.dilation, 1)
+        self.places = (layer.padding, layer.stride, layer.dilation, layer.groups)
         self.packed: dict[torch.Size, Tensor] = {}  # oneDNN's layout of the weights, by the size of a map
 
     def weight(self, x: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class RuntimeBlock:
 
     def __init__(self, block: FoldedBlock) -> None:
         self.block = block
-        self.conv1, self.conv2 = FusedConv(block.conv1), FusedConv(block.conv2)
+        self.convolutions = [FusedConv(layer) for layer in block.convolutions]
         self.is_identity = isinstance(block.shortcut, nn.Identity)
 
     def __call__(self, x: Tensor, seen: Seen, places: Places, gates: Tensor) -> Tensor:
@@ -101,6 +102,10 @@ class RuntimeBlock:
             return block.identity(x)
         if block.head is None:
             return self.full(x)
+        if block.head.compares:
+            y, is_open = block.compared(x)
+            gates.copy_(places.in_own_places(is_open.squeeze(1)))
+            return y
         is_open = block.head(seen).squeeze(1)
         gates.copy_(places.in_own_places(is_open))
         places.moved = None
@@ -120,7 +125,10 @@ class RuntimeBlock:
 
     def full(self, x: Tensor) -> Tensor:
         onto = x if self.is_identity else self.block.shortcut(x).contiguous(memory_format=torch.channels_last)
-        return self.conv2.add_to(onto, self.conv1(x), self.block.post_activation)
+        *first, last = self.convolutions
+        for convolution in first:
+            x = convolution(x)
+        return last.add_to(onto, x, self.block.post_activation)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -152,7 +160,7 @@ def _looks_back(later: Iterable[FoldedBlock]) -> bool:
 
 
 class SkippingNetwork:
-    """Class scores of images (B, C, H, W); `gates` is what the last call decided, (B, N) over the blocks.
+    """Class scores of images (B, C, H, W).
 
     With `workers` the micro-batches are shared out to that many threads, each of which computes alone: no two threads
     wait for one another at every layer. `leading` computes what `Leading` does, in a form that a compiler made of it.
@@ -173,7 +181,17 @@ class SkippingNetwork:
         self.exits = any(isinstance(block.eye, ExitEye) for block in network.blocks)
         self.micro_batch = micro_batch
         self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) if workers else None
-        self.gates: Tensor | None = None
+        self.is_plain = all(block.head is None and block.eye is None for block in network.blocks)
+        self._gates: Tensor | None = None
+        self._number = 0  # of images of the last call
+
+    @property
+    def gates(self) -> Tensor:
+        """What the last call decided, (B, N) over the blocks."""
+        if self._gates is None:
+            self._gates = torch.ones(self._number, len(self.blocks), dtype=torch.bool)
+            self._gates[:, self.removed] = False
+        return self._gates
 
     @torch.inference_mode()
     def prepare(self, image: Tensor) -> None:
@@ -181,27 +199,44 @@ class SkippingNetwork:
         oneDNN makes a convolution anew for each, which takes as long as some ten images, and keeps the last thousand.
         """
         self.network.check(image)
-        x = self.stem(image.contiguous(memory_format=torch.channels_last))
+        x = self.enter(image.contiguous(memory_format=torch.channels_last))
         for block in self.blocks:
-            if block.block.head is not None:
+            if block.block.routes:
                 for number in range(1, min(self.micro_batch, PREPARED) + 1):
                     block.full(x.repeat(number, 1, 1, 1).contiguous(memory_format=torch.channels_last))
             x = block.block(x)
 
+    def enter(self, images: Tensor) -> Tensor:
+        """What the first block is given."""
+        x = self.stem(images)
+        return x if self.network.pool is None else self.network.pool(x)
+
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         self.network.check(images)
-        self.gates = torch.ones(len(images), len(self.blocks), dtype=torch.bool)
-        self.gates[:, self.removed] = False
+        self._gates, self._number = None, len(images)
+        if self.is_plain and self.leading is None and 0 < len(images) <= self.micro_batch:
+            return self._run_plain(images)
         if len(images) == 0:
             return images.new_zeros(0, self.network.classes)
         parts = images.split(self.micro_batch), self.gates.split(self.micro_batch)
         return torch.cat(list((self.pool.map if self.pool else map)(self._run, *parts)))
 
+    def _run_plain(self, images: Tensor) -> Tensor:
+        """The same without gates, in as few calls as can be: for one image each takes as long as any other."""
+        x = self.enter(images.contiguous(memory_format=torch.channels_last))
+        for block in self.blocks:
+            if not block.block.removed:
+                x = block.full(x)
+            elif not block.is_identity:
+                x = block.block.identity(x)
+        head = self.network.head
+        return head(x.mean((2, 3))) if isinstance(head, nn.Linear) else self.network.classify(x)
+
     @torch.inference_mode()
     def _run(self, images: Tensor, gates: Tensor) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)
-        x, seen = self.stem(images) if self.leading is None else self.leading(images), self.network.begin(images)
+        x, seen = self.enter(images) if self.leading is None else self.leading(images), self.network.begin(images)
         places = Places()
         for place, block in list(enumerate(self.blocks))[self.led :]:
             if block.block.eye is not None:

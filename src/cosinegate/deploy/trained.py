@@ -1,8 +1,7 @@
-"""A trained run as deployment meets it: its network, its data, and the thresholds of any budget."""
+"""A trained run as deployment meets it: its network, its data, what compiling makes of it, thresholds of any budget."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -10,15 +9,14 @@ from torch import Tensor
 
 from cosinegate.build import reference_network
 from cosinegate.calibration import Budget, Quantile, calibrate
-from cosinegate.choices import Checkpoint, Credit, Sharing, Validation
+from cosinegate.choices import Checkpoint, Credit, Dynamic, Sharing, Validation
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.module import ImageData
-from cosinegate.deploy.flops import flops_beside_blocks
+from cosinegate.deploy.compile import Changes, compile_gates
 from cosinegate.deploy.folded import FoldedNetwork, folded
-from cosinegate.deploy.specialise import settled
 from cosinegate.errors import UserError
 from cosinegate.gates import PredictiveGate
-from cosinegate.networks import ResNet
+from cosinegate.networks import GatedNetwork
 from cosinegate.saved import chosen_path, load_checkpoint, run_folder_of
 
 ROUNDING = 5e-4  # a budget is told with three digits
@@ -26,13 +24,27 @@ ROUNDING = 5e-4  # a budget is told with three digits
 
 @dataclass
 class Trained:
-    """`eager` is the network as it was trained, `folded` as it is deployed, both with the same thresholds."""
+    """`eager` is the network as it was trained, `compiled` without what its gates have settled, `folded` as it is
+    deployed, all with the same thresholds.
+    """
 
     path: Path  # of the checkpoint
     config: DictConfig
-    eager: ResNet
-    folded: FoldedNetwork
+    eager: GatedNetwork
+    folded: FoldedNetwork | None
     data: ImageData
+    compiled: GatedNetwork | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W) of its images."""
+        return IMAGE_SETS[self.config.data.name.name].shape[:2]
+
+    def compile(self, images: Tensor, dynamic: Dynamic, tolerance: float) -> Changes:
+        """Makes `compiled` and, of that, `folded`. Says what was changed."""
+        self.compiled, changes = compile_gates(self.eager, images, dynamic, tolerance)
+        self.folded = folded(self.compiled, self.size, compares=True)
+        return changes
 
     @property
     def held_out_words(self) -> str:
@@ -40,16 +52,12 @@ class Trained:
         return "held-out images" if kept else "training images, for the run kept none aside"
 
     def held_out(self) -> Tensor:
-        """Images for calibration, never of the test set."""
-        return self.held_out_and_labels()[0]
-
-    def held_out_and_labels(self) -> tuple[Tensor, Tensor]:
-        split = "val" if self.config.data.validation is Validation.holdout else "train"
-        return self.data.whole_images(split, self.config.data.holdout)
+        """Images that gates are asked for, never of the test set."""
+        return self.data.held_out()[0]
 
     def dense(self) -> FoldedNetwork:
         """The network that times are ratios to."""
-        return folded(reference_network(self.config), self.folded.size)
+        return folded(reference_network(self.config), self.size)
 
     def calibrate(self, budget: float, images: Tensor) -> list[float]:
         """Moves the thresholds so that the mean gate over all blocks is `budget` on these images; gives the shares."""
@@ -60,23 +68,9 @@ class Trained:
             if not isinstance(gate.opening, Quantile):
                 gate.opening = Quantile(plan, place, temperature=1.0).eval()
         reached = calibrate(self.eager, shares, images)
-        self.folded = folded(self.eager, self.folded.size)
+        if self.folded is not None:
+            self.folded = folded(self.eager, self.folded.size)
         return reached
-
-    def settle(self) -> list[dict[str, Any]]:
-        """Takes gates away that no image can open or close, and says which. Ends with one line where training has left
-        no other, and nothing is skipped."""
-        before, (self.folded, changes) = self.folded, settled(self.folded)
-        if not any(block.head is not None or block.removed for block in self.folded.blocks):
-            self.folded = before
-            why = f"its exits {self._not_fitted}" if self._is_unfitted else "its gates are open for every image"
-            raise UserError(f"{self.path}: {why}, so there is nothing to skip")
-        return changes
-
-    def flops_settled(self, before: FoldedNetwork) -> float:
-        """How many more FLOPs an image takes than `before` for all but the residuals: gates that are gone take none."""
-        shape = self.data.image_set.shape
-        return flops_beside_blocks(self.folded, self.eager, shape) - flops_beside_blocks(before, self.eager, shape)
 
     def check_budget(self, budget: float) -> None:
         if not all(gate.ranks for gate in self._gates):
@@ -128,21 +122,29 @@ def is_the_records(checkpoint: Path) -> bool:
     return (folder / "record.json").exists() and checkpoint.samefile(chosen_path(str(folder), None))
 
 
-def load_trained(
+def load_gated(
     run: str, checkpoint: Checkpoint | None = None, root: str | None = None, folder: str | None = None
 ) -> Trained:
-    """Ends with one line where there is nothing that could be skipped."""
+    """A run whose gates can be compiled; of a dense one it ends with one line."""
     path = chosen_path(run, checkpoint)
     module, config = load_checkpoint(path)
     if all(block.gate is None for block in module.network.blocks):
-        raise UserError(f"{path}: a dense network has no gates, so there is nothing to skip")
-    try:
-        plain = folded(module.network, IMAGE_SETS[config.data.name.name].shape[:2])
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    if not any(block.head is not None or block.removed for block in plain.blocks):
-        raise UserError(f"{path}: its gates are open for every image, so there is nothing to skip")
+        raise UserError(f"{path}: a dense network has no gates, so there is nothing to compile")
     config.data.root, config.data.folder = root or config.data.root, folder or config.data.folder
     data = ImageData(config.data, config.seed)
     data.setup()
-    return Trained(path, config, module.network.eval(), plain, data)
+    return Trained(path, config, module.network.eval(), None, data)
+
+
+def load_trained(
+    run: str, checkpoint: Checkpoint | None = None, root: str | None = None, folder: str | None = None
+) -> Trained:
+    """A run that can be calibrated. Ends with one line where its gates cannot skip."""
+    trained = load_gated(run, checkpoint, root, folder)
+    try:
+        trained.folded = folded(trained.eager, trained.size)
+    except UserError as error:
+        raise UserError(f"{trained.path}: {error}") from error
+    if not any(block.head is not None or block.removed for block in trained.folded.blocks):
+        raise UserError(f"{trained.path}: its gates are open for every image, so there is nothing to skip")
+    return trained

@@ -1,6 +1,7 @@
 """The ways to run a deployed network: by torch or onnxruntime, whole or in parts, on one thread or several."""
 
 import shutil
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from cosinegate.deploy.skipping import SkippingNetwork
 
 MICRO_BATCHES = (32, 64, 128)
 IMAGES_A_ROUND = 256  # at fewer, the routes of a round's images move its time
-OWN = ("dense", "skipping")  # the two that the run is about
+DENSE = "dense"
+FEW = 64  # images, from which on weights that are frozen into a compiled form are the faster ones
 
 Run = Callable[[Tensor], Any]
 
@@ -33,9 +35,11 @@ class Model:
     executed: float
     folder: Path | None  # of the run that its latency belongs to
 
+    is_own: bool = False  # whether it is the run's that is timed, and not one beside it
+
     @property
     def skips(self) -> bool:
-        return any(block.head is not None for block in self.network.blocks)
+        return self.network.routes
 
 
 class Ways:
@@ -45,13 +49,13 @@ class Ways:
         self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int, compiles: bool
     ) -> None:
         self.models, self.threads, self.images, self.compiles = models, threads, images, compiles
-        self.scratch = scratch
+        self.scratch, self.own = scratch, [name for name, model in models.items() if model.is_own or name == DENSE]
         shape = tuple(images.shape[1:])
         console.say("exporting to ONNX")
         for name, model in models.items():
             write_onnx(BatchForm(model.network), scratch / f"{name}.onnx", shape, one_image=False)
             write_onnx(BranchForm(model.network), scratch / f"{name}-one.onnx", shape, one_image=True)
-            if name in OWN:
+            if name in self.own:
                 write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])
         self.sessions = {
             (path.stem, number): session(path, number) for path in scratch.glob("*.onnx") for number in {1, threads}
@@ -59,7 +63,8 @@ class Ways:
         self.pool = ThreadPoolExecutor(threads)
 
     def at(self, batch: int) -> dict[tuple[str, str], dict[str, Run]]:
-        """By (model, engine), by the way's name."""
+        """By (model, engine), by the way's name. What was compiled for another batch size is forgotten."""
+        torch._dynamo.reset()
         ways: dict[tuple[str, str], dict[str, Run]] = {}
         for name, model in self.models.items():
             ways[name, "torch"] = self._torch(model.network, batch) | self._compiled(model, batch)
@@ -69,12 +74,12 @@ class Ways:
         return ways
 
     def kernels(self, batch: int, images: Tensor) -> dict[str, dict[str, dict[str, float]]]:
-        """Of the dense and the skipping network on both engines: ms an image by kind of operator."""
+        """Of the dense network and the run's on both engines: ms an image by kind of operator."""
         some = images[: max(batch, IMAGES_A_ROUND)].contiguous()
-        files = {name: f"{name}-one.onnx" if batch == 1 else f"{name}.onnx" for name in OWN}
+        files = {name: f"{name}-one.onnx" if batch == 1 else f"{name}.onnx" for name in self.own}
         on_onnx = {n: kernel_times(self.scratch / file, some.numpy(), batch, self.scratch) for n, file in files.items()}
         some = some.contiguous(memory_format=torch.channels_last)
-        on_torch = {name: operator_times(self.models[name].network, some, batch) for name in OWN}
+        on_torch = {name: operator_times(self.models[name].network, some, batch) for name in self.own}
         return {"onnxruntime": on_onnx, "torch": on_torch}
 
     def _torch(self, network: FoldedNetwork, batch: int) -> dict[str, Run]:
@@ -92,11 +97,14 @@ class Ways:
         """Of a network that skips, what all images pass before the first look at one."""
         if not self.compiles:
             return {}
-        part = Leading(model.network) if model.skips else model.network
-        form = compiled_form(part, self.images[:batch].contiguous(memory_format=torch.channels_last))
-        if form is None:
-            return {}
-        return {"compiled": SkippingNetwork(model.network, batch, leading=form) if model.skips else form}
+        images = self.images[:batch].contiguous(memory_format=torch.channels_last)
+        if model.skips:
+            form = compiled_form(Leading(model.network), images)
+            return {} if form is None else {"compiled": SkippingNetwork(model.network, batch, leading=form)}
+        forms = {"compiled": compiled_form(model.network, images)}
+        if forms["compiled"] is not None and batch < FEW:  # where a call takes longer than what it computes
+            forms["compiled, not frozen"] = compiled_form(model.network, images, freezing=False)
+        return {way: form for way, form in forms.items() if form is not None}
 
     def _onnx(self, name: str, batch: int) -> dict[str, Run]:
         whole = self.sessions[name, self.threads]
@@ -123,22 +131,25 @@ class Ways:
         return run
 
 
-def compiled_form(network: nn.Module, images: Tensor) -> Run | None:
-    """torch.compile's form for one batch size, where there is a compiler for it and it succeeds."""
+def compiled_form(network: nn.Module, images: Tensor, freezing: bool = True) -> Run | None:
+    """torch.compile's form for one batch size, where there is a compiler for it and it succeeds; `freezing` makes the
+    weights a part of it."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         console.say("there is no C++ compiler: torch.compile is left out")
         return None
     import torch._inductor.config as inductor
 
-    torch._dynamo.reset()
-    compiled = torch.compile(network, dynamic=False)
+    forward = type(network).forward  # torch.compile keeps forms by code: that of another network would be tried first
+    own = types.FunctionType(forward.__code__.replace(), forward.__globals__)
+    compiled = torch.compile(types.MethodType(own, network), dynamic=False)
 
+    @torch.inference_mode()
     def run(part: Tensor) -> Tensor:
-        with torch.inference_mode(), inductor.patch(freezing=True):
-            return compiled(part)
+        return compiled(part)
 
     try:
-        run(images)
+        with inductor.patch(freezing=freezing):  # while it compiles, which is at the first call
+            run(images)
     except Exception as error:
         console.say(f"torch.compile failed and is left out: {' '.join(str(error).split())[:120]}")
         return None

@@ -62,6 +62,10 @@ class ExitGate(PredictiveGate):
                 self.own = ExitClassifier(head.in_features, HIDDEN, head.out_features).requires_grad_(False)
 
     @property
+    def carries(self) -> bool:
+        return self.before[0] is not None
+
+    @property
     def classifier(self) -> nn.Linear | ExitClassifier:
         return self.shared[0] if self.own is None else self.own
 

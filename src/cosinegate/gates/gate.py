@@ -45,6 +45,11 @@ class Gate(nn.Module):
         return 0.0 if self.opening is None else self.opening.turn
 
     @property
+    def carries(self) -> bool:
+        """Whether it looks at what earlier gates have seen."""
+        return False
+
+    @property
     def constant(self) -> bool | None:
         """Whether it is open or closed for every image of an evaluation; None where that depends on the image."""
         return None

@@ -39,6 +39,10 @@ class RecurrentGate(Gate):
         self.embed = nn.Linear(channels, cell.hidden)
         self.cell, self.readout = cell, readout
 
+    @property
+    def carries(self) -> bool:
+        return True
+
     def begin(self, images: Tensor) -> tuple[Tensor, Tensor]:
         zero = images.new_zeros(len(images), self.cell.hidden)
         return zero, zero

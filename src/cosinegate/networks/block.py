@@ -55,12 +55,15 @@ def basic_residual(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Any s and F. A ReLU after the sum leaves a non-negative s(x) as it is when the gate is closed."""
+    """Any s and F. A ReLU after the sum leaves a non-negative s(x) as it is when the gate is closed.
+
+    Where `compile_gates` found the gate closed for all images, there is no F any more.
+    """
 
     def __init__(
         self,
         shortcut: nn.Module,
-        residual: nn.Module,
+        residual: nn.Module | None,
         activation: nn.Module,
         gate: Gate | None,
         looks: bool,
@@ -70,6 +73,12 @@ class ResidualBlock(nn.Module):
         self.shortcut, self.residual, self.activation, self.gate = shortcut, residual, activation, gate
         self.looks = looks  # whether its gate looks at this block's input, or decides by what was seen before
         self.consistency = consistency  # whether the consistency term teaches s and F
+        self.settled = False  # whether the gate is asked no more, and only looks for the gates of later blocks
+
+    @property
+    def asks(self) -> bool:
+        """Whether a gate decides for each sample if F runs."""
+        return self.gate is not None and not self.settled
 
     @property
     def is_closed(self) -> bool:
@@ -92,12 +101,12 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, seen: Seen = None) -> tuple[Tensor, BlockRouting | None]:
         """`seen` is what `look` gave."""
-        if self.gate is not None and self.gate.decides_first and not self.training:
+        if not self.asks:
+            return self.plain(x), None
+        if self.gate.decides_first and not self.training:
             decision = self.gate.decide(seen)
             return self.route(x, decision.gate), BlockRouting(decision, None)
         s = self.shortcut(x)
-        if self.gate is None:
-            return self.activation(s + self.residual(x)), None
         if self.is_closed:
             nothing = sum(0.0 * weight.sum() for weight in self.residual.parameters())  # DDP wants every gradient
             return self.activation(s + nothing), BlockRouting(self.gate.decide(seen), None)
@@ -109,6 +118,11 @@ class ResidualBlock(nn.Module):
         decision = self.gate(seen if self.gate.decides_first else x, dots)
         y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
         return self.activation(y), BlockRouting(decision, dots)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The same for every sample."""
+        s = self.shortcut(x)
+        return self.activation(s if self.residual is None else s + self.residual(x))
 
     def decide(self, x: Tensor, seen: Seen) -> Decision:
         """What the gate decides, without the rest."""

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate.gates import Decision, Seen
-from cosinegate.geometry import Dots, consistency, global_average_pool
+from cosinegate.gates.exit import ExitClassifier
+from cosinegate.geometry import Dots, consistency, global_average_pool, pooled_statistics
 from cosinegate.networks.block import BlockRouting, ResidualBlock
 
 
 class Routing(NamedTuple):
-    """What every block decided for a batch; each (B, N). A block without a gate is open."""
+    """What every block decided for a batch; each (B, N). A block without a gate is open, one without F closed."""
 
     gates: Tensor  # z in training, 0 or 1 in evaluation
     logits: Tensor
@@ -62,7 +63,8 @@ class GatedNetwork(nn.Module):
         return self
 
     def _trunk(self) -> list[nn.Module]:
-        return [self.stem, self.head, *(part for block in self.blocks for part in (block.shortcut, block.residual))]
+        parts = (part for block in self.blocks for part in (block.shortcut, block.residual) if part is not None)
+        return [self.stem, self.head, *parts]
 
     def begin(self, images: Tensor) -> Seen:
         """What the gates know before the first block."""
@@ -81,9 +83,9 @@ class GatedNetwork(nn.Module):
             seen = block.look(x, seen)
             x, routing = block(x, seen)
             taken.append(routing)
-        logits, last = self.classify(x), self.blocks[-1].gate
-        if last is not None and not self.training:
-            logits = last.answer(seen, logits)
+        logits, asked = self.classify(x), [block.gate for block in self.blocks if block.asks]
+        if asked and not self.training:
+            logits = asked[-1].answer(seen, logits)
         full = None
         if full_path:
             full = logits if parting is None else self._full_path(*parting)
@@ -101,14 +103,16 @@ class GatedNetwork(nn.Module):
         return self.classify(x)
 
     def classify(self, x: Tensor) -> Tensor:
-        """Class scores of what the last block gave."""
-        return self.head(global_average_pool(x))
+        """Class scores of what the last block gave; the head is an exit's where no image passes that exit."""
+        return self.head(pooled_statistics(x) if isinstance(self.head, ExitClassifier) else global_average_pool(x))
 
     def _routing(self, taken: list[BlockRouting | None], logits: Tensor) -> Routing:
         one, unknown, zero = (logits.new_full(logits.shape[:1], value) for value in (1.0, torch.nan, 0.0))
-        always = Decision(one, unknown, unknown, unknown, unknown)
+        always, never = (Decision(gate, unknown, unknown, unknown, unknown) for gate in (one, zero))
+        without = [never if block.residual is None else always for block in self.blocks]
         nothing = Dots(one, zero, zero, zero)  # without a residual nothing is lost by a closed gate
-        decided = Decision(*_stacked(routing.decision if routing else always for routing in taken))
+        pairs = zip(taken, without, strict=True)
+        decided = Decision(*_stacked(routing.decision if routing else alike for routing, alike in pairs))
         dots = Dots(*_stacked((routing and routing.dots) or nothing for routing in taken))
         return Routing(*decided, consistency(dots, decided.gate, self.detach_target))
 

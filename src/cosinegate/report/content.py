@@ -79,9 +79,9 @@ def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...],
         "fewest": len(fewest),
         "cir": None,
     }
-    if routes.cir is not None:
+    if routes.gated:
         blocks, known = routes.gated, routes.cir[:, routes.gated]
-        low, high = np.floor(min(0.0, float(known.min())) * 5) / 5, np.ceil(max(1.0, float(known.max())) * 5) / 5
+        low, high = np.floor(min(0.0, np.nanmin(known)) * 5) / 5, np.ceil(max(1.0, np.nanmax(known)) * 5) / 5
         edges = np.linspace(low, high, BINS + 1)
         content["cir"] = {
             "blocks": blocks,

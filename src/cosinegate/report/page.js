@@ -5,7 +5,14 @@ const $ = (id) => document.getElementById(id);
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]; // Okabe and Ito
 const CIVIDIS = ["#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838"];
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const percent = (share) => (share == null ? "–" : `${(100 * share).toFixed(2)}%`);
+// What a record or a row lacks, or has as something else than a number, is shown as a dash.
+const isNumber = (value) => typeof value === "number";
+const figure = (value, digits = 3) => (isNumber(value) ? value.toFixed(digits) : "–");
+const percent = (share) => (isNumber(share) ? `${(100 * share).toFixed(2)}%` : "–");
+const lacking = (values) => { // a sentence that says which of them are not known
+  const names = Object.keys(values).filter((name) => !isNumber(values[name]));
+  return names.length ? ` Not recorded: ${names.join(", ")}.` : "";
+};
 const charts = {};
 
 function draw(id, words, option) {
@@ -46,12 +53,13 @@ function drawCurves(run, other) {
     const theirs = lines(other, names, { ...style, lineStyle: { type: "dashed" } }, `${other.name}: `);
     return [...own, ...theirs.map((line) => ({ ...line, color: own.find((o) => line.name.endsWith(`: ${o.name}`))?.color }))];
   };
-  const versus = other ? ` Dashed: ${other.name}, best ${percent(other.record.accuracy.best)}, FLOPs counted ${(other.record.flops.counted ?? NaN).toFixed(3)}.` : "";
+  const versus = other ? ` Dashed: ${other.name}, best ${percent(other.record.accuracy.best)}, FLOPs counted ${figure(other.record.flops.counted)}.` : "";
   const accuracy = both({ "train/acc": "train", "val/acc": "validation" }, {});
   if (accuracy.length) Object.assign(accuracy[0], marked(run));
   const best = run.record.accuracy;
-  draw("accuracy", best.best == null ? "No epoch has been validated yet."
-    : `Accuracy over ${run.epochs.length} epochs: best ${percent(best.best)} in epoch ${best.best_epoch}, last ${percent(best.last)}.` + versus,
+  draw("accuracy", best.best == null && !run.curves["val/acc"] ? "No epoch has been validated yet."
+    : `Accuracy over ${run.epochs.length} epochs: best ${percent(best.best)} in epoch ${figure(best.best_epoch, 0)}, last ${percent(best.last)}.`
+    + lacking({ "best accuracy": best.best, "its epoch": best.best_epoch, "last accuracy": best.last }) + versus,
     { ...nearest, xAxis: x, yAxis: axis("accuracy", { scale: true, axisLabel: { formatter: percent } }), series: accuracy });
   const names = { "gates/mean": "mean gate, hard (FLOPs counted)", "flops/executed": "FLOPs executed / dense" };
   if (run.gated) Object.assign(names, { "gates/relaxed_mean": "mean gate, relaxed", "schedule/prog": "prog(t)" });
@@ -59,12 +67,14 @@ function drawCurves(run, other) {
   if (run.gated) series.push({ name: "skipped, as the paper counts", type: "line", symbolSize: 5, connectNulls: true, color: COLOURS[4], data: run.epochs.map((epoch, k) => [epoch, run.skipped[k]]) });
   if (run.gated && series.length) {
     Object.assign(series[0], marked(run));
-    series[0].markLine = { symbol: "none", lineStyle: { type: "dotted" }, data: [{ yAxis: run.tau_target, name: "target" }] };
+    if (isNumber(run.tau_target)) series[0].markLine = { symbol: "none", lineStyle: { type: "dotted" }, data: [{ yAxis: run.tau_target, name: "target" }] };
   }
   const { counted, executed } = run.record.flops;
-  draw("efficiency", counted == null ? "No FLOPs yet."
-    : !run.gated ? `A dense network: executed ${executed.toFixed(3)} of its FLOPs.` + versus
-    : `Compute: counted ${counted.toFixed(3)} (the mean gate, so ${run.record.skip_percent.toFixed(1)}% skipped as the paper counts), executed ${executed.toFixed(3)} of the dense network's FLOPs.` + versus,
+  const skipped = run.record.skip_percent;
+  draw("efficiency", counted == null && executed == null ? "No FLOPs yet."
+    : !run.gated ? `A dense network: executed ${figure(executed)} of its FLOPs.` + lacking({ "FLOPs executed": executed }) + versus
+    : `Compute: counted ${figure(counted)} (the mean gate, so ${figure(skipped, 1)}% skipped as the paper counts), executed ${figure(executed)} of the dense network's FLOPs.`
+    + lacking({ "FLOPs counted": counted, "percent skipped": skipped, "FLOPs executed": executed, "target": run.tau_target }) + versus,
     { ...nearest, xAxis: x, yAxis: axis("share"), series });
 }
 
@@ -80,7 +90,7 @@ function heat(id, words, columns, rows, cells, x, y) {
 }
 
 function drawGates(run) {
-  const kept = run.epochs.map((_, k) => k).filter((k) => run.blocks.length && run.blocks[0][k] != null);
+  const kept = run.epochs.map((_, k) => k).filter((k) => run.blocks.some((curve) => curve[k] != null));
   const cells = run.blocks.flatMap((curve, block) => kept.map((k, column) => [column, block, curve[k]]));
   const dynamic = run.record.dynamic_blocks;
   heat("block-epoch", `Share of images that compute each block, by epoch. ${dynamic ?? "?"} of ${run.blocks.length} blocks are dynamic in the end: open for 5 to 95% of the images.`,
@@ -144,21 +154,21 @@ function pick(button, example) {
     const box = document.createElement("span");
     box.className = open ? "block computed" : "block";
     box.textContent = `${open ? "■" : "□"} ${block}`;
-    if (example.cir) box.append(document.createElement("br"), example.cir[block] == null ? "–" : example.cir[block].toFixed(2));
+    if (example.cir) box.append(document.createElement("br"), figure(example.cir[block], 2));
     return box;
   });
   const image = Object.assign(document.createElement("img"), { src: example.src, alt: example.label });
   $("route-drawing").replaceChildren(image, ...blocks);
   const verdict = example.label === example.predicted ? "rightly" : `wrongly, it is ${example.label}`;
   $("route").querySelector("figcaption").textContent =
-    `Test image ${example.index}, taken for ${example.predicted} (${verdict}): ${count(example)} of ${example.open.length} blocks computed it. Under each block: its CIR.`;
+    `Test image ${example.index}, taken for ${example.predicted} (${verdict}): ${count(example)} of ${example.open.length} blocks computed it.` + (example.cir ? " Under each block: its CIR." : "");
 }
 
 function drawFrontier() {
   $("s-frontier").hidden = frontier.length < 2;
   if (frontier.length < 2) return;
   const step = frontier.filter((p) => p.on_frontier).sort((a, b) => a.counted - b.counted);
-  draw("frontier", `${frontier[0].family}: ${frontier.length} configurations, the mean over their seeds. On the frontier: ` + step.map((p) => `${p.label} ${percent(p.accuracy)} at ${p.counted.toFixed(3)}`).join("; ") + ".",
+  draw("frontier", `${frontier[0].family}: ${frontier.length} configurations, the mean over their seeds. On the frontier: ` + step.map((p) => `${p.label} ${percent(p.accuracy)} at ${figure(p.counted)}`).join("; ") + ".",
     { tooltip: { formatter: ({ data }) => `${echarts.format.encodeHTML(data.name ?? "frontier")}: ${percent(data.value ? data.value[1] : data[1])}` }, xAxis: axis("FLOPs counted: mean gate", { scale: true }), yAxis: axis("test accuracy", { scale: true, axisLabel: { formatter: percent } }),
       series: [{ type: "scatter", symbolSize: 11, data: frontier.map((p) => ({ name: p.label, value: [p.counted, p.accuracy] })) },
         { type: "line", step: "end", symbol: "none", data: step.map((p) => [p.counted, p.accuracy]) }] });
@@ -166,12 +176,12 @@ function drawFrontier() {
 
 function drawCard(run) {
   const r = run.record, a = r.accuracy, f = r.flops;
-  const figure = (value, digits = 3) => (value == null ? "–" : value.toFixed(digits));
-  const facts = { experiment: r.experiment, data: r.data, seed: r.seed, status: r.status, epochs: `${r.epochs.done} of ${r.epochs.planned}`,
-    "test accuracy": percent(a.test), "best accuracy": a.best == null ? "–" : `${percent(a.best)} (epoch ${a.best_epoch}, on ${r.selected_on})`,
+  const facts = { experiment: r.experiment, data: r.data, seed: r.seed, status: r.status,
+    epochs: `${r.epochs.done} of ${r.epochs.planned ?? "–"}` + (r.ended_early ? `, ended by ${r.ended_early}` : ""),
+    "test accuracy": percent(a.test), "best accuracy": a.best == null ? "–" : `${percent(a.best)} (epoch ${figure(a.best_epoch, 0)}, on ${r.selected_on})`,
     "FLOPs counted": figure(f.counted), "FLOPs executed": figure(f.executed), "dynamic blocks": r.dynamic_blocks ?? "–", paths: r.paths ?? "–",
-    parameters: r.parameters ?? "–", "images/s": figure(r.images_per_second, 0), commit: (r.git_commit ?? "–").slice(0, 10) + (r.git_changed ? " (changed)" : ""),
-    torch: r.versions.torch, lightning: r.versions.lightning, command: r.command, folder: run.folder };
+    parameters: r.parameters ?? "–", "images/s": figure(r.images_per_second, 0), commit: String(r.git_commit ?? "–").slice(0, 10) + (r.git_changed ? " (changed)" : ""),
+    torch: r.versions.torch ?? "–", lightning: r.versions.lightning ?? "–", command: r.command, folder: run.folder };
   $("card").replaceChildren(...Object.entries(facts).map(([name, value]) => {
     const row = Object.assign(document.createElement("div"), { className: name === "command" || name === "folder" ? "wide" : "" });
     row.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value }));
@@ -181,7 +191,7 @@ function drawCard(run) {
   $("record").textContent = JSON.stringify(r, null, 2);
   const open = r.status !== "finished";
   $("unfinished").hidden = !open;
-  $("unfinished").textContent = `This run is not finished: ${r.status}, ${r.epochs.done} of ${r.epochs.planned} epochs.` + (r.error ? ` ${r.error}` : "");
+  $("unfinished").textContent = `This run is not finished: ${r.status}, ${r.epochs.done} of ${r.epochs.planned ?? "–"} epochs.` + (r.error ? ` ${r.error}` : "");
 }
 
 function show() {
@@ -197,11 +207,13 @@ function show() {
   $("class-block").parentElement.hidden = !run.routes;
   drawGates(run);
   if (!run.routes) return;
+  drawRoutes(run);
+  $("s-geometry").hidden = !run.routes.cir; // a gate of another paper looks at no CIR
+  if (!run.routes.cir) return;
   const { blocks } = run.routes.cir;
   const block = Math.min(Number($("block").value || 0), blocks.length - 1);
   options("block", blocks.map((b, place) => [String(place), `block ${b}`]), String(block));
   drawBlock(run, block);
-  drawRoutes(run);
 }
 
 function options(id, pairs, chosen) {

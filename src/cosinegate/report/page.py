@@ -14,10 +14,12 @@ from cosinegate.analysis.runs import families, find_runs
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.console import say
 from cosinegate.errors import UserError
-from cosinegate.files import write_atomically
+from cosinegate.escape import printable
+from cosinegate.outputs import require_own, write_text
 from cosinegate.report.content import run_content
 
 HERE = Path(__file__).parent
+OWN = r"<!doctype html>.*<title>CosineGate report</title>"
 
 
 def report(config: DictConfig) -> None:
@@ -33,25 +35,22 @@ def report(config: DictConfig) -> None:
         raise UserError("runs: no run to report on")
     default = folders[0] / "report.html" if len(folders) == 1 else Path("results/report.html")
     path = default if config.path is None else Path(config.path)
-    try:
-        write_report(list(dict.fromkeys(folders)), path, config.limit_batches)
-    except OSError as error:
-        raise UserError(f"path = {path}: cannot be written: {error.strerror}") from error
+    write_report(list(dict.fromkeys(folders)), path, config.limit_batches)
     say(f"report  {path}  ({path.stat().st_size / 2**20:.1f} MB, opens from disk)")
 
 
 def write_report(folders: list[Path], path: Path, limit_batches: int | None = None) -> None:
     """One self-contained HTML file about the runs in the folders."""
+    require_own({path: OWN})
     examples = max(4, min(24, 96 // len(folders)))  # a page of many runs stays small
     runs = [run_content(folder, examples, limit_batches) for folder in track(folders, "reading runs", transient=True)]
     content = {"runs": runs, "frontier": _frontier(folders)}
-    data = json.dumps(_finite(content), allow_nan=False).replace("<", "\\u003c")  # nothing in it can end the script
+    data = json.dumps(_plain(content), allow_nan=False).replace("<", "\\u003c")  # nothing in it can end the script
     page = (HERE / "page.html").read_text()
     for mark, name in {"style": "page.css", "library": "echarts.min.js", "script": "page.js"}.items():
         page = page.replace("{{" + mark + "}}", (HERE / name).read_text())
     page = page.replace("{{data}}", data)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page)
+    write_text(path, page)
 
 
 def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
@@ -69,10 +68,12 @@ def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
     return points
 
 
-def _finite(node: Any) -> Any:
-    """JSON has no word for what is not a number."""
+def _plain(node: Any) -> Any:
+    """Without what is not a number, for which JSON has no word, and without control characters."""
     if isinstance(node, dict):
-        return {key: _finite(child) for key, child in node.items()}
+        return {printable(key): _plain(child) for key, child in node.items()}
     if isinstance(node, list | tuple):
-        return [_finite(child) for child in node]
+        return [_plain(child) for child in node]
+    if isinstance(node, str):
+        return "\n".join(map(printable, node.split("\n")))  # a page obeys marks of direction as a terminal does
     return None if isinstance(node, float) and not math.isfinite(node) else node

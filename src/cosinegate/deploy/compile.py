@@ -1,0 +1,217 @@
+"""Compiles gates that have settled: a block that is closed for all images needs no F(x) to be skipped.
+
+    network, changes = compile_gates(network, images)
+
+Without its settled gates and closed blocks the network computes the same with less. Where every gate has settled, a
+plain residual network is left.
+"""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cosinegate import geometry
+from cosinegate.choices import Dynamic
+from cosinegate.errors import UserError
+from cosinegate.gates.pooled import PooledGate
+from cosinegate.networks import GatedNetwork, ResidualBlock
+from cosinegate.networks.block import PadShortcut
+
+BATCH = 250
+HIDDEN = 16  # units of a predicting MLP
+FEWEST = 10  # images that the rarer decision needs for an MLP to be fitted to it and tested
+
+
+class Action(Enum):
+    """What became of a block."""
+
+    removed = "removed"  # closed for all images: its shortcut stays where the shape changes
+    always = "gate dropped"  # open for all images
+    kept = "kept"  # its gate still decides for each image
+    predicted = "predicted"  # an MLP decides for each image, before F runs
+    ungated = "no gate"
+
+
+@dataclass(frozen=True)
+class BlockChange:
+    """What became of one block, and why."""
+
+    block: int
+    action: Action
+    open_fraction: float  # of the images that its gate was asked for
+    other_route: float = 0.0  # fraction of those images for which the block decides otherwise now
+    agreement: float | None = None  # of an MLP with the gate, on images that it was not fitted to
+    random_agreement: float | None = None  # of a gate that is open as often, by chance
+    needs_f: bool = False  # whether what decides needs F(x), so that nothing is saved here
+
+    def __str__(self) -> str:
+        share = {0.0: "no image", 1.0: "all images"}.get(self.open_fraction, f"{self.open_fraction:.2%} of the images")
+        words = f"block {self.block}: open for {share}: {self.action.value}"
+        if self.agreement is not None:
+            words += f"; agrees with its gate on {self.agreement:.2%} of other images, a random gate as often open on "
+            words += f"{self.random_agreement:.2%}"
+        return f"{words}; it needs F(x), so nothing is saved there" if self.needs_f else words
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What compiling did, block by block."""
+
+    images: int  # that the gates were asked for
+    blocks: tuple[BlockChange, ...]
+
+    def places(self, *actions: Action) -> list[int]:
+        """The blocks that one of these became of."""
+        return [change.block for change in self.blocks if change.action in actions]
+
+    def recorded(self, executed: float, same_class: int, images: int) -> dict[str, float | int]:
+        """What a run's record says of the compiled network: its FLOPs over the dense network's, its blocks, and for how
+        many test images it has the trained network's class."""
+        counts = {"blocks": self.computed, "dynamic_blocks": self.dynamic, "same_class": same_class, "images": images}
+        return {"executed": executed} | counts
+
+    @property
+    def computed(self) -> int:
+        """The number of blocks that have an F left."""
+        return len(self.blocks) - len(self.places(Action.removed))
+
+    @property
+    def dynamic(self) -> int:
+        """The number of blocks that still decide for each image."""
+        return len(self.places(Action.kept, Action.predicted))
+
+
+@torch.no_grad()
+def compile_gates(
+    network: GatedNetwork, images: Tensor, dynamic: Dynamic | str = Dynamic.keep, tolerance: float = 0.0
+) -> tuple[GatedNetwork, Changes]:
+    """Returns the network without what its gates have settled on these images (B, C, H, W), and what was changed.
+
+    A block counts as closed, or open, for all images where at most a fraction `tolerance` of them disagrees. For the
+    others `dynamic` says what happens: `keep` leaves the gate, which is exact and saves nothing where it needs F(x);
+    `round` settles it as most images have it; `predict` fits an MLP to a gate that needs F(x), so that the block can
+    skip. The network that is given stays as it is; the weights of the one returned have the same names.
+    """
+    dynamic = _checked(dynamic, tolerance)
+    compiled = copy.deepcopy(network).eval()
+    if not any(block.asks for block in compiled.blocks):
+        raise UserError("a dense network has no gates, so there is nothing to compile")
+    if len(images) == 0:
+        raise UserError("there are no images to ask the gates for")
+    predicts = [dynamic is Dynamic.predict and b.asks and not b.gate.decides_first for b in compiled.blocks]
+    opened, statistics = _asked(compiled, images, predicts)
+    changes, never_negative, may_exit, ended = [], _ends_with_relu(compiled.stem), False, False
+    for place, block in enumerate(compiled.blocks):
+        if not block.asks:
+            gone = block.residual is None  # by an earlier compilation
+            changes.append(BlockChange(place, Action.removed if gone else Action.ungated, 0.0 if gone else 1.0))
+        else:
+            share = opened[:, place].double().mean().item()
+            rounds = dynamic is Dynamic.round or (predicts[place] and _too_few(opened[:, place]))
+            if ended or share <= tolerance or (rounds and share < 0.5):
+                if block.leaves and not ended:  # the first exit that no image passes is the network's end
+                    compiled.head, ended = block.gate.classifier, True
+                block.residual, block.settled = None, True
+                changes.append(BlockChange(place, Action.removed, share, other_route=share))
+            elif (share >= 1 - tolerance or rounds) and not (block.leaves and may_exit):
+                block.settled = True
+                changes.append(BlockChange(place, Action.always, share, other_route=1 - share))
+            elif predicts[place]:
+                block.gate, *agreed = _fitted(statistics[place], opened[:, place])
+                block.looks = True
+                changes.append(BlockChange(place, Action.predicted, share, 1 - agreed[0], *agreed))
+            else:
+                may_exit = may_exit or block.leaves  # an exit that all pass is still closed to those that exited before
+                changes.append(BlockChange(place, Action.kept, share, needs_f=not block.gate.decides_first))
+        if block.residual is None:
+            _forget_activation(block, never_negative)
+        is_same_sign = block.residual is None and isinstance(block.shortcut, nn.Identity | PadShortcut)
+        never_negative = isinstance(block.activation, nn.ReLU) or (never_negative and is_same_sign)
+    _drop_gates(compiled)
+    return compiled, Changes(len(images), tuple(changes))
+
+
+def _checked(dynamic: Dynamic | str, tolerance: float) -> Dynamic:
+    if not 0 <= tolerance < 0.5:
+        raise UserError(f"tolerance = {tolerance}: must be at least 0 and below 0.5")
+    try:
+        return Dynamic(dynamic)
+    except ValueError as error:
+        raise UserError(f"dynamic = {dynamic}: must be one of {', '.join(Dynamic.__members__)}") from error
+
+
+def _asked(network: GatedNetwork, images: Tensor, wanted: list[bool]) -> tuple[Tensor, dict[int, Tensor]]:
+    """The gates (B, N) of all images, and of the wanted blocks the pooled statistics of their input (B, 3C)."""
+    seen: dict[int, list[Tensor]] = {place: [] for place, is_wanted in enumerate(wanted) if is_wanted}
+
+    def collect(place: int, block: ResidualBlock, inputs: tuple) -> None:
+        seen[place].append(geometry.pooled_statistics(inputs[0]))
+
+    hooks = [network.blocks[place].register_forward_pre_hook(partial(collect, place)) for place in seen]
+    like = next(network.parameters())
+    gates = [network(part.to(like)).routing.gates.bool() for part in images.split(BATCH)]
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(gates), {place: torch.cat(parts) for place, parts in seen.items()}
+
+
+def _too_few(opened: Tensor) -> bool:
+    """Whether one of the two decisions is too rare to be fitted."""
+    return min(int(opened.sum()), int((~opened).sum())) < FEWEST
+
+
+def _fitted(statistics: Tensor, opened: Tensor) -> tuple[PooledGate, float, float]:
+    """A gate that is fitted to decisions (B,), its agreement with them on a fifth of the images, which it was not
+    fitted to, and that of a random gate that is open as often."""
+    from sklearn.model_selection import train_test_split  # takes a second to load, and only this needs it
+    from sklearn.neural_network import MLPClassifier
+
+    x, y = statistics.double().cpu().numpy(), opened.cpu().numpy()
+    known, tested, known_y, tested_y = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
+    mean, deviation = known.mean(0), known.std(0).clip(1e-6)
+    mlp = MLPClassifier((HIDDEN,), alpha=1e-3, max_iter=200, early_stopping=len(known) >= 500, random_state=0)
+    with warnings.catch_warnings(action="ignore"):  # that it could go on: the agreement says how good it is
+        mlp.fit((known - mean) / deviation, known_y)
+    agreement = float((mlp.predict((tested - mean) / deviation) == tested_y).mean())
+    (w1, w2), (b1, b2) = ([torch.from_numpy(array) for array in arrays] for arrays in (mlp.coefs_, mlp.intercepts_))
+    w1 = w1 / torch.from_numpy(deviation)[:, None]
+    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and none of them stays
+        gate = PooledGate(x.shape[1], HIDDEN).eval().to(statistics)
+    for layer, weight, bias in ((gate.score[0], w1, b1 - torch.from_numpy(mean) @ w1), (gate.score[2], w2, b2)):
+        layer.weight.copy_(weight.T)
+        layer.bias.copy_(bias)
+    share = float(tested_y.mean())
+    return gate, agreement, share**2 + (1 - share) ** 2
+
+
+def _ends_with_relu(stem: nn.Module) -> bool:
+    """Whether what it gives is never negative."""
+    layers = [layer for layer in stem.modules() if not isinstance(layer, nn.Sequential | nn.MaxPool2d)]
+    return bool(layers) and isinstance(layers[-1], nn.ReLU)
+
+
+def _forget_activation(block: ResidualBlock, never_negative: bool) -> None:
+    """Of a block without F: a ReLU of what is never negative does nothing, and none may write over its input."""
+    if isinstance(block.activation, nn.ReLU):
+        is_same_sign = isinstance(block.shortcut, nn.Identity | PadShortcut)
+        block.activation = nn.Identity() if never_negative and is_same_sign else nn.ReLU()
+
+
+def _drop_gates(network: GatedNetwork) -> None:
+    """Takes settled gates away, but for those that look for the gates of later blocks."""
+    before = None
+    for block in network.blocks:
+        if block.asks and block.leaves:
+            block.gate.before = (before,)
+            before = block.gate
+    wanted = False
+    for block in reversed(network.blocks):
+        if block.gate is not None and block.settled and not (wanted and block.looks):
+            block.gate, block.looks = None, False
+        elif block.gate is not None:
+            wanted = block.gate.carries if block.looks else True
