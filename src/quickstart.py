@@ -8,19 +8,21 @@ import sys
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import run_folder, validate
+from cosinegate.config import validate
 from cosinegate.errors import UserError
+from cosinegate.identity import run_folder
 
 TIMED = ("batches=[1,64]", "rounds=5", "compile=false", "threads=1")
 
 
 def task(config: DictConfig) -> None:
     validate(config)  # a mistake is answered before lightning loads
-    from cosinegate import console, run
+    from cosinegate import console
     from cosinegate.deploy import benchmark, benchmark_table, export
+    from cosinegate.train import train
 
     where = f"run={run_folder(config)}"
-    if run.train(config)["gate"] == "none":
+    if train(config)["gate"] == "none":
         return console.say("a dense network has no gates, so there is nothing to compile")
     card = export.export(cli.compose(where, "threads=1", config_name="export"))
     export.show(card)

@@ -8,7 +8,7 @@ from cosinegate.config import validate
 
 def task(config: DictConfig) -> float:
     validate(config)  # a mistake is answered before lightning loads
-    from cosinegate.run import train
+    from cosinegate.train import train
 
     return train(config, cli.current_job())["accuracy"]["best"]
 

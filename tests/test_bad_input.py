@@ -9,7 +9,7 @@ import pytest
 from bad_files import checkpoints, data_folders, records
 from conftest import NO_NETWORK, ROOT, assert_one_line, config, process
 
-from cosinegate.run import train
+from cosinegate.train import train
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch import nn
 
 from cosinegate.build import build_network
 from cosinegate.deploy.compile import Action, compile_gates
-from cosinegate.deploy.flops import dense_flops, forward_flops
+from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.deploy.folded import folded
 from cosinegate.deploy.onnx_forms import BatchForm, run_onnx, session, write_onnx
 from cosinegate.deploy.skipping import SkippingNetwork

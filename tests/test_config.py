@@ -4,7 +4,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate import cli
-from cosinegate.config import identity, validate
+from cosinegate.config import validate
+from cosinegate.identity import identity
 from cosinegate.errors import UserError
 
 BAD = [

@@ -15,14 +15,14 @@ from same_routes import near_threshold
 from cosinegate.build import build_network
 from cosinegate.deploy.benchmark import benchmark
 from cosinegate.deploy.export import export, show
-from cosinegate.deploy.flops import dense_flops, forward_flops
+from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.deploy.frontier import forced, frontier
 from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.deploy.trained import is_the_records, load_trained
 from cosinegate.deploy.weights import read_exported
 from cosinegate.errors import UserError
 from cosinegate.record import read_record, write_record
-from cosinegate.run import train
+from cosinegate.train import train
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from conftest import config, process
 
 from cosinegate.evaluate import evaluate
-from cosinegate.run import train
+from cosinegate.train import train
 
 
 @pytest.fixture(scope="module")

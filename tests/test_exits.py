@@ -21,7 +21,7 @@ from cosinegate.callbacks.calibrated import Calibrated
 from cosinegate.callbacks.epoch_sums import EpochSums
 from cosinegate.callbacks.prediction import PredictionStatistics
 from cosinegate.deploy.compile import Action, compile_gates
-from cosinegate.deploy.flops import block_flops
+from cosinegate.networks.flops import block_flops
 from cosinegate.deploy.folded import folded
 from cosinegate.deploy.frontier import forced
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx

@@ -11,7 +11,7 @@ from cosinegate.build import build_module
 from cosinegate.data.loader import EpochOrder
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics
-from cosinegate.run import train
+from cosinegate.train import train
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 SHORT = ["data=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]

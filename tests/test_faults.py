@@ -14,7 +14,7 @@ from conftest import config, started
 from test_resume import KINDS, TINY, assert_same_run, start, stop_at
 
 from cosinegate.callbacks import run_record
-from cosinegate.config import run_folder
+from cosinegate.identity import run_folder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import NotFinite, UserError
 from cosinegate.lit import LitCosineGate

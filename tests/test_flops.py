@@ -3,7 +3,7 @@ import torch
 from conftest import config
 
 from cosinegate.build import build_network, reference_flops
-from cosinegate.deploy.flops import block_flops, dense_flops, forward_flops
+from cosinegate.networks.flops import block_flops, dense_flops, forward_flops
 
 SHAPE = (32, 32, 3)
 

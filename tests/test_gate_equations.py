@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from test_gates import chosen, images
 
 from cosinegate.build import build_network
-from cosinegate.deploy.flops import dense_flops, forward_flops
+from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.gates.random import fingerprint, uniform
 from cosinegate.gates.skipnet_recurrent import Cell
 

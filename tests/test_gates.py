@@ -26,8 +26,8 @@ from cosinegate.deploy.weights import described, rebuilt, write_weights
 from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics
-from cosinegate.run import train
-from cosinegate.saved import load_checkpoint
+from cosinegate.train import train
+from cosinegate.load import load_checkpoint
 
 GATES = sorted(path.stem for path in (ROOT / "conf" / "gate").glob("*.yaml"))
 LOSS = {"aig": "per_block", "random": "plain", "fixed": "plain", "drop": "plain"}

@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, assert_one_line, config, process
 
 from cosinegate.record import read_metrics, read_record
-from cosinegate.run import train
+from cosinegate.train import train
 
 TINY = ["+experiment=digits", "threads=1", "callbacks.curves=null", "data.batch_size=8", "data.eval_batch_size=64"]
 TINY += [f"trainer.limit_{stage}_batches=3" for stage in ("train", "val", "test")]

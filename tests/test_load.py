@@ -10,7 +10,7 @@ from conftest import ROOT, config, process
 from omegaconf import OmegaConf
 from resident import Taken
 
-from cosinegate.run import train
+from cosinegate.train import train
 
 pytestmark = pytest.mark.slow
 

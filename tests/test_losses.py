@@ -15,7 +15,7 @@ from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output, Routing
 from cosinegate.objective import Objective, bounds_at
 from cosinegate.record import read_metrics
-from cosinegate.run import train
+from cosinegate.train import train
 
 WEIGHTS = [3.0, 1.0, 2.0, 4.0]
 GATED = [True, False, True, True]

@@ -4,7 +4,7 @@ from conftest import config
 
 from cosinegate.build import build_module, build_network
 from cosinegate.choices import Polarity
-from cosinegate.config import convolution_weights
+from cosinegate.identity import convolution_weights
 from cosinegate.networks import ResidualBlock
 
 

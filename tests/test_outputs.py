@@ -16,7 +16,7 @@ from cosinegate.deploy import benchmark, benchmark_table, frontier
 from cosinegate.errors import UserError
 from cosinegate.escape import code, csv_cell, markdown, printable
 from cosinegate.outputs import require_own
-from cosinegate.run import train
+from cosinegate.train import train
 
 BAD = '=HYPERLINK("http://x")|<script>`a`</script>[b](c)\\'  # what a name can be, and what a place would make of it
 WORSE = "+cmd|' /C calc'!A0\x1b[2J\r\n| x | \u202e"

@@ -17,7 +17,7 @@ from test_sweeps import plan
 from cosinegate import cli
 from cosinegate.analysis import peers
 from cosinegate.analysis.runs import Configuration, Run
-from cosinegate.config import identity, run_folder
+from cosinegate.identity import identity, run_folder
 
 ROWS = {
     "resnet20",

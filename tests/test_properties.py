@@ -17,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from cosinegate import cli, geometry
 from cosinegate.analysis.frontier import hypervolume, on_frontier
 from cosinegate.analysis.runs import families, find_runs, read_run
-from cosinegate.config import identity, leaves, primitives, validate
+from cosinegate.config import validate
+from cosinegate.identity import identity, leaves, primitives
 from cosinegate.errors import UserError
 from cosinegate.record import NUMBERS, found, read_metrics, read_record
 

@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.build import build_module
-from cosinegate.config import leaves, validate
+from cosinegate.config import validate
+from cosinegate.identity import leaves
 from cosinegate.errors import UserError
-from cosinegate.run import train
+from cosinegate.train import train
 from cosinegate.schema import Config
 
 BASES = ["+experiment=digits", "+experiment=digits_predictive", "+experiment=digits gate=aig objective=per_block"]

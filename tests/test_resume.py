@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import config, process, started
 
-from cosinegate.config import run_folder
+from cosinegate.identity import run_folder
 from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics, read_record
-from cosinegate.run import train
+from cosinegate.train import train
 from cosinegate.stop import Stopped
 
 TINY = ["data=digits", "trainer.max_epochs=3", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2"]

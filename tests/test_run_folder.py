@@ -14,13 +14,13 @@ from conftest import ROOT, assert_one_line, config, process
 from test_bad_input import tree
 
 from cosinegate.analysis.runs import families, find_runs
-from cosinegate.config import run_folder
+from cosinegate.identity import run_folder
 from cosinegate.errors import UserError
 from cosinegate.files import make_folder, write_atomically
 from cosinegate.lit import LitCosineGate
 from cosinegate.lock import is_locked, locked
 from cosinegate.record import read_metrics, read_record
-from cosinegate.run import train
+from cosinegate.train import train
 from cosinegate.seal import sealed
 
 TRAIN = str(ROOT / "src" / "train.py")

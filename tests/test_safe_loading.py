@@ -28,7 +28,7 @@ from cosinegate.evaluate import evaluate
 from cosinegate.files import write_atomically
 from cosinegate.record import read_record
 from cosinegate.report.page import write_report
-from cosinegate.run import train
+from cosinegate.train import train
 
 
 class Touch:

@@ -17,11 +17,11 @@ from conftest import config
 from test_resume import KINDS, TINY, assert_same_run
 
 from cosinegate.callbacks import checkpoints
-from cosinegate.config import run_folder
+from cosinegate.identity import run_folder
 from cosinegate.files import replacing
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics, read_record
-from cosinegate.run import train
+from cosinegate.train import train
 from cosinegate.seal import is_intact
 
 KILLS = int(os.environ.get("KILLS", 50))

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps import utils as wandb_sweeps
 
 from cosinegate import cli, sweep
-from cosinegate.config import identity, leaves, primitives
+from cosinegate.identity import identity, leaves, primitives
 from cosinegate.errors import UserError
 from cosinegate.loggers import wandb_logger
 from cosinegate.manifest import add_to_manifest, read_manifest

@@ -8,11 +8,12 @@ from torchvision.models.resnet import BasicBlock
 
 from cosinegate.build import build_module
 from cosinegate.deploy.export import export
-from cosinegate.deploy.flops import dense_flops
+from cosinegate.networks.flops import dense_flops
 from cosinegate.evaluate import evaluate
 from cosinegate.gates.fixed import FixedGate
 from cosinegate.networks.torchvision import TorchvisionResNet, residual_blocks
-from cosinegate.run import network_name, train
+from cosinegate.networks.name import network_name
+from cosinegate.train import train
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

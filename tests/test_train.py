@@ -9,12 +9,12 @@ from conftest import assert_one_line, config, process, started
 from test_experiments import SHORT, short
 
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
-from cosinegate.config import run_folder
+from cosinegate.identity import run_folder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import accuracies, read_metrics, read_record
-from cosinegate.run import train
+from cosinegate.train import train
 
 NAMES = ["train/loss", "train/loss_ce", "train/loss_cons", "train/loss_flops", "train/acc", "val/acc", "val/loss"]
 NAMES += ["gates/mean", "gates/skip_percent", "gates/relaxed_mean", "gates/block_00", "gates/block_02"]

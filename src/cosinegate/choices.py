@@ -20,61 +20,13 @@ class Validation(Enum):
 class GateKind(Enum):
     """Who decides."""
 
-    cosine = "cosine"  # the paper's equation, by exact or by predicted CIR
+    cosine = "cosine"  # the paper's equation
     none = "none"  # the dense baseline
     skipnet = "skipnet"  # SkipNet's feed-forward gate
-    skipnet_recurrent = "skipnet_recurrent"
     aig = "aig"  # ConvNet-AIG's
-    attention = "attention"  # channel attention
     controller = "controller"  # the paper's equation without CIR
     random = "random"
     constant = "constant"  # one learned constant a block
-    fixed = "fixed"  # a given pattern
-    drop = "drop"  # stochastic depth, in training only
-
-
-class Signal(Enum):
-    """Where the measure in the gate's equation comes from."""
-
-    exact = "exact"  # the paper's: from F(x), so nothing is saved
-    predicted = "predicted"  # from the block's input, before F runs
-
-
-class Measure(Enum):
-    """What the gate looks at, of the identity path s and the residual r = F(x)."""
-
-    cir = "cir"  # 1 - cos(s, r), the paper's
-    turn = "turn"  # 1 - cos(s, s + r)
-    norm_ratio = "norm_ratio"  # |r| / |s|
-
-
-class Look(Enum):
-    """Where a gate that decides before F takes its statistics."""
-
-    block = "block"  # of the block's own input
-    stage = "stage"  # of the input of its stage's first gated block: one look decides for several blocks
-
-
-class Calibration(Enum):
-    """What turns a logit into an open gate."""
-
-    none = "none"  # the paper's: relaxation and a fixed threshold
-    quantile = "quantile"  # a threshold that lets the budget's share of the samples through
-
-
-class Credit(Enum):
-    """What a calibrated gate learns from."""
-
-    slope = "slope"  # the straight-through gradient: whether a little more of F is better
-    cost = "cost"  # what skipping F would have cost the loss, measured
-    change = "change"  # how far skipping F would have changed the prediction, measured
-
-
-class Sharing(Enum):
-    """How a calibrated budget is shared out."""
-
-    block = "block"  # every gated block computes the same share of the samples
-    network = "network"  # by what each block is worth to the loss
 
 
 class Sided(Enum):
@@ -103,13 +55,6 @@ class Shortcut(Enum):
 
     pad = "pad"
     projection = "projection"
-
-
-class Classifier(Enum):
-    """What tells the class of an image that leaves at an exit."""
-
-    shared = "shared"  # the network's own, at every exit
-    own = "own"  # each exit's, of all statistics that the look takes, fitted to a network that it does not change
 
 
 class Annealing(Enum):
@@ -157,10 +102,3 @@ class Sampler(Enum):
 
     nsga2 = "nsga2"
     tpe = "tpe"
-
-
-class MeasuredOn(Enum):
-    """Which images a frontier's accuracy is of."""
-
-    test = "test"
-    held_out = "held_out"  # for a search, which leaves the test set alone

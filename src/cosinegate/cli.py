@@ -19,10 +19,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 import cosinegate.commands  # noqa: F401  the schemas that conf/ names
-from cosinegate.config import SWEEPS, no_such_key, not_left_out, require_schema, schema_keys
+from cosinegate.config import no_such_key, not_left_out, require_schema, schema_keys
 from cosinegate.errors import NotFinite, UserError
 from cosinegate.escape import printable
 from cosinegate.files import write_atomically
+from cosinegate.identity import SWEEPS
 from cosinegate.orphans import end_with
 from cosinegate.secret import masked
 from cosinegate.stop import Stopped
@@ -31,9 +32,9 @@ from cosinegate.streams import lost_output, make_lossy
 CONF = Path(__file__).parents[2] / "conf"
 PLAIN = (
     "benchmark",
-    "calibrate",
     "dashboard",
     "evaluate",
+    "exits",
     "export",
     "pareto",
     "report",

@@ -6,7 +6,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from cosinegate.choices import Checkpoint, Cost, Dynamic, MeasuredOn, Sampler
+from cosinegate.choices import Checkpoint, Cost, Dynamic, Sampler
 from cosinegate.schema import Config
 
 
@@ -36,18 +36,18 @@ class SearchConfig(Config):
 @dataclass
 class EvaluateConfig:
     run: str = MISSING
-    checkpoint: Checkpoint = MISSING
+    checkpoint: Checkpoint | None = None
     json: bool = MISSING
     root: str | None = None
-    folder: str | None = None
+    data_folder: str | None = None
     accelerator: str = MISSING
     threads: int | None = None
     limit_batches: Any = None
 
 
 @dataclass
-class BenchConfig:
-    folder: str = MISSING
+class TrainingSpeedConfig:
+    output: str = MISSING
     name: str = MISSING
     threads: int = MISSING
     steps: int = MISSING
@@ -63,7 +63,7 @@ class ParetoConfig:
     runs_dir: str = MISSING
     x: Cost = MISSING
     reference: list[float] | None = None
-    folder: str = MISSING
+    output: str = MISSING
 
 
 @dataclass
@@ -94,7 +94,7 @@ class DashboardConfig:
 class ExportConfig:
     run: str = MISSING
     checkpoint: Checkpoint | None = None
-    folder: str | None = None
+    output: str | None = None
     budget: float | None = None
     dynamic: Dynamic = MISSING
     tolerance: float = MISSING
@@ -105,11 +105,14 @@ class ExportConfig:
 
 
 @dataclass
-class CalibrateConfig:
+class ExitsConfig:
     run: str = MISSING
     checkpoint: Checkpoint | None = None
-    budgets: list[float] | None = None
-    measured_on: MeasuredOn = MeasuredOn.test
+    output: str | None = None
+    budgets: list[float] = MISSING
+    after: list[int] | None = None
+    dynamic: Dynamic = MISSING
+    tolerance: float = MISSING
     images: int | None = None
     root: str | None = None
     data_folder: str | None = None
@@ -120,7 +123,7 @@ class CalibrateConfig:
 class BenchmarkConfig:
     run: str = MISSING
     checkpoint: Checkpoint | None = None
-    folder: str | None = None
+    output: str | None = None
     against: list[str] = MISSING
     budget: float | None = None
     dynamic: Dynamic = MISSING
@@ -135,12 +138,12 @@ class BenchmarkConfig:
 
 
 ConfigStore.instance().store(name="evaluate_schema", node=EvaluateConfig)
-ConfigStore.instance().store(name="bench_schema", node=BenchConfig)
+ConfigStore.instance().store(name="training_speed_schema", node=TrainingSpeedConfig)
 ConfigStore.instance().store(name="search_schema", node=SearchConfig)
 ConfigStore.instance().store(name="report_schema", node=ReportConfig)
 ConfigStore.instance().store(name="dashboard_schema", node=DashboardConfig)
 ConfigStore.instance().store(name="pareto_schema", node=ParetoConfig)
 ConfigStore.instance().store(name="table_schema", node=TableConfig)
 ConfigStore.instance().store(name="export_schema", node=ExportConfig)
-ConfigStore.instance().store(name="calibrate_schema", node=CalibrateConfig)
+ConfigStore.instance().store(name="exits_schema", node=ExitsConfig)
 ConfigStore.instance().store(name="benchmark_schema", node=BenchmarkConfig)

@@ -99,6 +99,15 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
     if figure.exists():
         say(f"figure  {figure}")
     say(f"record  {folder / 'record.json'}")
+    for path in sorted(folder.glob("*-profile*.txt")):
+        say(f"profile {path}")
+
+
+def show_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a command that asks for a finished run prints; returns the record."""
+    say(f"this run is finished; nothing was done. To train it again, change seed or move {folder} away")
+    show_record(record, folder)
+    return record
 
 
 def show_routing(summary: "RoutingSummary", classes: tuple[str, ...]) -> None:

@@ -1,117 +1,72 @@
 """Evaluates a checkpoint, or what was exported of one, with hard gates."""
 
-import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate import console
 from cosinegate.analysis.routes import Routes
+from cosinegate.build import build_objective, dense_network
 from cosinegate.callbacks.flops import ExecutedFlops
-from cosinegate.callbacks.gate_statistics import GateStatistics
+from cosinegate.callbacks.gate_statistics import TestRouting
 from cosinegate.callbacks.route_collector import RouteCollector
-from cosinegate.cli import compose
+from cosinegate.choices import Checkpoint
 from cosinegate.commands import EvaluateConfig
-from cosinegate.config import is_batches, is_number, is_plain_name, require_positive, validate
-from cosinegate.data import IMAGE_SETS
+from cosinegate.config import require_positive
 from cosinegate.data.module import ImageData
-from cosinegate.deploy.flops import dense_flops, deployed_flops
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.weights import read_export
+from cosinegate.deploy.card import read_network
+from cosinegate.deploy.source import is_written_network
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
-from cosinegate.foreign import first_line
 from cosinegate.lit import LitCosineGate
-from cosinegate.networks import Output, Routing
-from cosinegate.routing import RoutingMetric, RoutingSummary
-from cosinegate.run import asked_too_much, build_trainer, check_limit, quiet
-from cosinegate.saved import checkpoint_path, load_checkpoint
+from cosinegate.load import chosen_path, load_checkpoint
+from cosinegate.networks.flops import dense_flops
+from cosinegate.routing import RoutingSummary
+from cosinegate.schema import is_batches, is_plain_name
+from cosinegate.trainer import build_trainer, check_limit, lightning_mistakes, quiet
 
 
 def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
-    """What the test set says of a checkpoint: as plain values, as the routing summary, and the names of the classes."""
+    """What the test set shows of a network: as plain values, as the routing summary, and the names of the classes."""
     quiet()
     require_positive(asked, "threads")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     if not is_batches(asked.limit_batches):
-        raise UserError(f"limit_batches = {asked.limit_batches}: must be null, a number of batches or a share")
-    if is_exported(Path(asked.run)):
-        return _evaluate_exported(asked)
-    path = checkpoint_path(Path(asked.run), asked.checkpoint.name)
-    module, config = load_checkpoint(path)
-    config.data.root, config.data.folder = asked.root or config.data.root, asked.folder or config.data.folder
+        raise UserError(f"limit_batches = {asked.limit_batches}: must be null, a number of batches or a fraction")
+    path, module, config, name = load_module(asked.run, asked.checkpoint)
+    config.data.root, config.data.folder = asked.root or config.data.root, asked.data_folder or config.data.folder
     config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
     data = ImageData(config.data, config.seed)
-    statistics, executed = GateStatistics(), ExecutedFlops(dense_flops(module.network, data.image_set.shape))
-    tested = _test(module, config, data, [statistics, executed], asked.accelerator, asked.limit_batches)
-    summary, classes = statistics.summary, data.image_set.classes
+    routing, executed = TestRouting(), ExecutedFlops(dense_flops(dense_network(config), data.image_set.shape))
+    tested = _test(module, config, data, [routing, executed], asked.accelerator, asked.limit_batches)
+    summary, classes = routing.summary, data.image_set.classes
     flops = {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense}
-    facts = {"checkpoint": str(path), "experiment": config.name, "data": config.data.name.name}
+    facts = {"checkpoint": str(path), "experiment": name, "data": config.data.name.name}
     return _result(facts, tested["test/acc"], tested["test/loss"], summary, flops, classes), summary, classes
 
 
-def is_exported(run: Path) -> bool:
-    """Whether a folder holds an export and no run."""
-    return (run / "card.json").exists() and not (run / "checkpoints").exists()
-
-
-@torch.inference_mode()
-def _evaluate_exported(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
-    """The same of an export's folder, by its weights and its card."""
-    if asked.accelerator not in ("cpu", "auto"):
-        raise UserError(f"accelerator = {asked.accelerator}: what was exported is evaluated on the cpu")
-    card, network = read_export(asked.run)
-    data = _data_of(card, asked)
-    classes, loader = data.image_set.classes, data.test_dataloader()
-    if network.classes != len(classes):
-        raise UserError(f"run = {asked.run}: has {network.classes} classes, {data.image_set.name} {len(classes)}")
-    limit = asked.limit_batches or 1.0
-    batches = int(len(loader) * limit) if isinstance(limit, float) else limit
-    runtime, metric = SkippingNetwork(network), RoutingMetric(len(classes), len(network.blocks))
-    loss, routes = 0.0, []
-    for images, labels in itertools.islice(loader, batches):
-        scores = runtime(images)
-        loss += torch.nn.functional.cross_entropy(scores, labels, reduction="sum").item()
-        routes.append(runtime.gates)
-        unknown = torch.full(runtime.gates.shape, torch.nan)
-        metric.update(Output(scores, Routing(runtime.gates, *[unknown] * 5)), labels)
-    if not routes:
-        raise UserError(f"limit_batches = {asked.limit_batches}: is not one of the {len(loader)} batches")
-    summary = dataclasses.replace(metric.compute(), cir=None)
-    images = int(summary.count.sum())
-    executed = deployed_flops(network, torch.cat(routes), data.image_set.shape) / card["dense_flops"]
-    flops = {"counted": summary.mean_gate, "executed": executed, "dense_per_image": card["dense_flops"]}
-    facts = {"checkpoint": str(asked.run), "experiment": card["name"], "data": data.image_set.name}
-    accuracy = summary.correct.sum().item() / images
-    return _result(facts, accuracy, loss / images, summary, flops, classes), summary, classes
-
-
-def _data_of(card: dict[str, Any], asked: EvaluateConfig) -> ImageData:
-    """The data set that a card names, normalised as it says."""
-    path, name, given, dense = (
-        Path(asked.run) / "card.json",
-        *(card.get(key) for key in ("data", "input", "dense_flops")),
+def load_module(run: str, checkpoint: Checkpoint | None) -> tuple[Path, LitCosineGate, DictConfig, str]:
+    """The path, module, config and name of a run, a checkpoint, or a folder of an export or of exits."""
+    if not is_written_network(Path(run)):
+        path = chosen_path(run, checkpoint)
+        module, config = load_checkpoint(path)
+        return path, module, config, config.name
+    card, network, config = read_network(run)
+    name = card.get("name")
+    if not isinstance(name, str) or not is_plain_name(name):
+        raise UserError(f"{run}/card.json: name = {str(name)[:80]}: must be a plain name")
+    module = LitCosineGate(
+        network=network,
+        objective=build_objective(config),
+        optimizer=config.optimizer,
+        num_classes=network.num_classes,
+        hparams={},
     )
-    words = [isinstance(word, str) and is_plain_name(word) for word in (name, card.get("name"))]
-    is_known = all(words) and name in IMAGE_SETS and isinstance(given, dict)
-    if not is_known or not is_number(dense) or dense < 1:
-        raise UserError(f"{path}: not a card of this version: it lacks name, data, input or dense_flops; export again")
-    config = compose(f"data={name}")
-    try:
-        config.data.mean, config.data.std = given["mean"], given["std"]
-        validate(config)
-    except (UserError, LookupError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: {first_line(error)}") from error
-    config.data.root, config.data.folder = asked.root or config.data.root, asked.folder
-    data = ImageData(config.data, seed=0)
-    data.setup()
-    return data
+    return Path(run), module, config, name
 
 
 def _result(
@@ -164,8 +119,8 @@ def _test(
     config.trainer.devices = config.trainer.num_nodes = 1
     config.trainer.limit_test_batches = limit_batches
     check_limit("limit_batches", limit_batches, data.batches(1)["test"])
-    trainer = build_trainer(config, callbacks, metrics=None)
-    with asked_too_much():
+    trainer = build_trainer(config, [], callbacks, metrics=None)
+    with lightning_mistakes():
         (found,) = trainer.test(module, datamodule=data, verbose=False)
     return found
 

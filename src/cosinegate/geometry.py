@@ -4,13 +4,12 @@ With s the identity path and r = F(x) the residual, everything the gate and the 
 a = <s,s>, b = <s,r>, c = <r,r>. No feature map is normalised, flattened into another layout or copied.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-
-from cosinegate.choices import Measure
 
 TINY = 1e-12  # a squared norm at or below this counts as zero: its direction is undefined and gets no gradient
 
@@ -77,23 +76,26 @@ def rows(*maps: Tensor) -> list[Tensor]:
 
 def global_average_pool(x: Tensor) -> Tensor:
     """(B, C, H, W) -> (B, C). Summed in channels_last order and scaled after, its gradient is a view, not a map."""
+    if torch.compiler.is_compiling():
+        return x.mean((2, 3))
     return x.permute(0, 2, 3, 1).flatten(1, 2).sum(1) / (x.shape[2] * x.shape[3])
-
-
-def constant_dot_products(s: Tensor, r: Tensor) -> Dots:
-    """The dot products as constants, for what looks at them and teaches s and r nothing."""
-    a, b, c = torch.ops.cosinegate.three_dots(*rows(s.detach(), r.detach())).unbind()
-    return Dots(a, b, c, torch.zeros_like(b))
 
 
 def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
     """s, r and their dot products. Go on with the s and r it returns: their gradients join in one fused backward."""
+    if torch.compiler.is_compiling():  # an exporter or a compiler takes plain operators alone
+        a, b, c = three_dots(*rows(s, r)).unbind()
+        return s, r, Dots(a, b, c, torch.zeros_like(b))
     s, r, *dots = _DotProducts.apply(s, r)
     return s, r, Dots(*dots)
 
 
 def pooled_statistics(x: Tensor) -> Tensor:
     """(B, C, H, W) -> (B, 3C): each channel's mean, standard deviation and maximum. Constants to autograd."""
+    if torch.compiler.is_compiling():  # in as few operators as can be: for one image each takes as long as any other
+        mean = x.mean((2, 3), keepdim=True)
+        std = torch.linalg.vector_norm(x - mean, dim=(2, 3)) / math.sqrt(x.shape[2] * x.shape[3])
+        return torch.cat((mean.flatten(1), std, x.amax((2, 3))), dim=1)
     return torch.ops.cosinegate.statistics(x.detach())
 
 
@@ -125,24 +127,6 @@ def cosine(inner: Tensor, square_u: Tensor, square_v: Tensor) -> Tensor:
 def cir(dots: Dots) -> Tensor:
     """The Cosine Incompatibility Ratio 1 - cos(s, r) in [0, 2] (Eq. 7), (B,); 1 where s or r is zero."""
     return 1.0 - cosine(dots.b, dots.a, dots.c)
-
-
-def turn(dots: Dots) -> Tensor:
-    """1 - cos(s, s + r): how far the residual turns the identity path, (B,); 1 where either is zero."""
-    return 1.0 - cosine(dots.a + dots.b, dots.a, dots.a + 2 * dots.b + dots.c)
-
-
-def norm_ratio(dots: Dots) -> Tensor:
-    """|r| / |s|, (B,); 0 without a gradient where s is zero."""
-    defined = (dots.a > TINY) & (dots.c > TINY)
-    one = torch.ones_like(dots.a)
-    ratio = torch.where(defined, dots.c, one).sqrt() / torch.where(defined, dots.a, one).sqrt()
-    return torch.where(defined, ratio, torch.zeros_like(ratio))
-
-
-def measured(measure: Measure, dots: Dots) -> Tensor:
-    """What a gate looks at, (B,)."""
-    return {Measure.cir: cir, Measure.turn: turn, Measure.norm_ratio: norm_ratio}[measure](dots)
 
 
 def consistency(dots: Dots, z: Tensor, detach_target: bool = False) -> Tensor:

@@ -9,11 +9,10 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from cosinegate.errors import NotFinite
-from cosinegate.networks import Output, ResNet
+from cosinegate.networks import GatedNetwork, Output
 from cosinegate.objective import Losses, Objective
 from cosinegate.processes import sum_over_processes
 from cosinegate.schema import OptimizerConfig
-from cosinegate.skip_cost import priced, priced_places
 
 
 class LitCosineGate(L.LightningModule):
@@ -21,7 +20,8 @@ class LitCosineGate(L.LightningModule):
 
     def __init__(
         self,
-        network: ResNet,
+        *,
+        network: GatedNetwork,
         objective: Objective,
         optimizer: OptimizerConfig,
         num_classes: int,
@@ -30,7 +30,6 @@ class LitCosineGate(L.LightningModule):
         super().__init__()
         self.save_hyperparameters(hparams)  # the resolved config, as primitives: a checkpoint can be read on its own
         self.network = network.to(memory_format=torch.channels_last)
-        self.places = priced_places(network)
         self.objective = objective
         self.optimizer_config = optimizer
         self.accuracy = nn.ModuleDict(
@@ -47,12 +46,8 @@ class LitCosineGate(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         images, target = batch
-        full_path = self.objective.asks_full_path
-        if self.places:
-            output, price_error = priced(self.network, self.places, images, target, full_path)
-        else:
-            output, price_error = self.network(images, full_path), None
-        losses = self.objective(output, target, price_error)
+        output = self.network(images)
+        losses = self.objective(output, target)
         terms = Losses(*(term.detach() for term in losses))
         if sum_over_processes((~terms.total.isfinite()).float()) > 0:  # all processes stop where one must
             values = {name: term.item() for name, term in terms._asdict().items()}
@@ -86,8 +81,11 @@ class LitCosineGate(L.LightningModule):
         """SGD with momentum and cosine annealing to zero over the run, a step an epoch."""
         config = self.optimizer_config
         of_gates = {id(p) for block in self.network.blocks if block.gate for p in block.gate.parameters()}
-        parameters = [p for p in self.network.parameters() if p.requires_grad]
-        of_gate = {"weight_decay": config.weight_decay if config.decay_gates else 0.0, "lr": config.lr * config.gate_lr}
+        parameters = [p for p in self.network.parameters() if p.requires_grad]  # a γ that is not learned is not
+        of_gate = {
+            "weight_decay": config.weight_decay if config.decay_gates else 0.0,
+            "lr": config.lr * config.gate_lr_factor,
+        }
         groups = [
             {"params": [p for p in parameters if id(p) not in of_gates]},
             {"params": [p for p in parameters if id(p) in of_gates]} | of_gate,

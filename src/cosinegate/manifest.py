@@ -7,9 +7,9 @@ import re
 import shlex
 from pathlib import Path
 
-from cosinegate.config import SWEEPS
 from cosinegate.errors import UserError
 from cosinegate.foreign import read_json
+from cosinegate.identity import SWEEPS
 from cosinegate.lock import locked
 from cosinegate.outputs import naming, write_text
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from cosinegate.config import is_number, is_plain_name
+from cosinegate.config import is_number
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.foreign import first_line, read_json, read_text
+from cosinegate.schema import is_plain_name
 
 FORMAT = 1
 AWAY = "move its folder away to train the run again"
@@ -142,16 +143,12 @@ def write_metrics(folder: Path, rows: dict[int, Row]) -> None:
     write_atomically(folder / "metrics.csv", text.getvalue())
 
 
-def accuracies(rows: dict[int, Row], at_budget: bool = False) -> dict[str, Any]:
-    """Last and best validation accuracy, the epoch of the best (the first, if several), and the gates it had.
-
-    With `at_budget` the epochs before prog(t) = 1 are no candidates, unless there is no other.
-    """
+def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
+    """Last and best validation accuracy, the epoch of the best (the first, if several), and the gates it had."""
     validated = {epoch: row for epoch, row in rows.items() if "val/acc" in row}
     if not validated:
         return {}
-    candidates = [epoch for epoch, row in validated.items() if not at_budget or row.get("schedule/prog", 1.0) >= 1]
-    best = max(candidates or validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
+    best = max(validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
     found = {
         "last": validated[max(validated)]["val/acc"],
         "last_epoch": max(validated),

@@ -1,20 +1,12 @@
 """From a gate's logit to how open it is: Gumbel-Softmax in training (Eq. 13-15), a threshold in evaluation (Eq. 16)."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cosinegate.choices import Annealing
 from cosinegate.processes import Share
-
-
-class Opened(NamedTuple):
-    """How open the gates of a batch are, and the logit above which a gate without noise is open."""
-
-    gate: Tensor  # (B,)
-    turn: Tensor  # ()
 
 
 def gumbel_difference(like: Tensor, share: Share | None = None) -> Tensor:
@@ -63,22 +55,19 @@ class Relaxation(nn.Module):
         self.hard = hard
         self.threshold = threshold
         self.noisy = noisy
-        self.sampled = False  # 0 or 1 by chance and without a gradient: for gates that learn by reward
         self.share: Share | None = None
 
     @property
-    def turn(self) -> float:
-        """The logit above which the gate is open."""
+    def threshold_logit(self) -> float:
+        """The logit above which the gate is open in evaluation."""
         return math.log(self.threshold / (1 - self.threshold))
 
-    def forward(self, logit: Tensor) -> Opened:
-        turn = logit.new_tensor(self.turn)
+    def forward(self, logit: Tensor) -> Tensor:
+        """How open each sample's gate is, (B,): z in training, 0 or 1 in evaluation."""
         if not self.training:
-            return Opened(threshold_gate(logit, self.threshold), turn)
-        if self.sampled:
-            return Opened((logit.detach() + gumbel_difference(logit, self.share) > 0).to(logit.dtype), turn)
+            return threshold_gate(logit, self.threshold)
         noise = gumbel_difference(logit, self.share) if self.noisy else 0.0
-        return Opened(relax(logit, noise, self.temperature, self.hard), turn)
+        return relax(logit, noise, self.temperature, self.hard)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}, hard={self.hard}, threshold={self.threshold}"

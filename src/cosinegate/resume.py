@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cosinegate.calibration import Budget
 from cosinegate.callbacks.checkpoints import BEST, LAST, PREVIOUS
 from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.errors import UserError
@@ -59,13 +58,13 @@ def find_resume_point(
     point = ResumePoint() if chosen is None else ResumePoint(chosen, *whole[chosen], last_is_damaged)
     _check_epochs(folder, point, rows, record, config.trainer.max_epochs)
     if places[BEST] in whole:
-        _check_best(places[BEST], whole[places[BEST]][0], point, rows, module)
+        _check_best(places[BEST], whole[places[BEST]][0], point, rows)
     return point
 
 
 def best_checkpoint(folder: Path, rows: dict[int, Row], module: LitCosineGate) -> Path | None:
-    """The checkpoint that is tested. A run that ends before its gates are at their budget has none."""
-    best, epoch = folder / "checkpoints" / BEST, _best_epoch(rows, module)
+    """The checkpoint that is tested, where the epoch is chosen on held-out images."""
+    best, epoch = folder / "checkpoints" / BEST, _best_epoch(rows)
     if epoch is None:
         return None
     if not best.exists() or not is_intact(best):
@@ -79,11 +78,9 @@ def best_checkpoint(folder: Path, rows: dict[int, Row], module: LitCosineGate) -
     return best
 
 
-def _best_epoch(rows: dict[int, Row], module: LitCosineGate) -> int | None:
-    """The epoch that best.ckpt is of; None where there is none with gates at their budget."""
-    budgeted = any(isinstance(part, Budget) for part in module.modules())
-    epoch = accuracies(rows, budgeted).get("best_epoch")
-    return None if epoch is None or (budgeted and rows[epoch].get("schedule/prog", 1.0) < 1) else epoch
+def _best_epoch(rows: dict[int, Row]) -> int | None:
+    """The epoch that best.ckpt is of; None before the first validation."""
+    return accuracies(rows).get("best_epoch")
 
 
 def _check_config(folder: Path, config: DictConfig) -> None:
@@ -133,9 +130,9 @@ def _check_epochs(
         raise UserError(f"{path} has {done} epochs done, but {point}; put back what is missing, or {AWAY}")
 
 
-def _check_best(path: Path, epoch: int, point: ResumePoint, rows: dict[int, Row], module: LitCosineGate) -> None:
+def _check_best(path: Path, epoch: int, point: ResumePoint, rows: dict[int, Row]) -> None:
     """best.ckpt is of the best epoch, or of one that the checkpoint to go on from has not come to."""
-    best = _best_epoch({number: row for number, row in rows.items() if number <= point.epochs}, module)
+    best = _best_epoch({number: row for number, row in rows.items() if number <= point.epochs})
     if epoch > point.epochs + AHEAD or (epoch <= point.epochs and epoch != (best or epoch)):
         words = f"epoch {best} is the best in metrics.csv" if epoch <= point.epochs else str(point)
         raise UserError(f"{path} is of epoch {epoch}, and {words}; move it away")

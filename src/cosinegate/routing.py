@@ -12,11 +12,11 @@ from cosinegate.networks import Output
 
 @dataclass
 class RoutingSummary:
-    """N blocks, K classes. A dense network counts as all open, with no CIR."""
+    """N blocks, K classes. A network without gates has one route for all images, and no CIR."""
 
     count: Tensor  # (K,) images
     correct: Tensor  # (K,)
-    open_by_class: Tensor  # (K, N) share of samples that compute the block
+    open_by_class: Tensor  # (K, N) fraction of the samples that compute the block
     open: Tensor  # (N,)
     cir: Tensor | None  # (N,)
     mean_gate: float
@@ -33,9 +33,11 @@ class RoutingMetric(Metric):
 
     full_state_update = False
 
-    def __init__(self, num_classes: int, num_blocks: int) -> None:
+    def __init__(self, num_classes: int, has_residual: list[bool]) -> None:
+        """`has_residual` (N,): without gates, the blocks that compute every image."""
         super().__init__()
-        self.gated = True
+        self.gated, num_blocks = True, len(has_residual)
+        self.register_buffer("alike", torch.tensor(has_residual, dtype=torch.float32), persistent=False)
         self.add_state("count", torch.zeros(num_classes), dist_reduce_fx="sum")
         self.add_state("correct", torch.zeros(num_classes), dist_reduce_fx="sum")
         self.add_state("opened", torch.zeros(num_classes, num_blocks), dist_reduce_fx="sum")
@@ -44,7 +46,7 @@ class RoutingMetric(Metric):
 
     def update(self, output: Output, target: Tensor) -> None:
         self.gated = output.routing is not None
-        gates = output.routing.gates.float() if self.gated else self.opened.new_ones(len(target), self.opened.shape[1])
+        gates = output.routing.gates.float() if self.gated else self.alike.expand(len(target), -1)
         right = (output.logits.argmax(1) == target).float()
         self.count.index_add_(0, target, torch.ones_like(right))
         self.correct.index_add_(0, target, right)

@@ -9,10 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cosinegate.config import LATEST, NOT_IDENTITY, SWEEPS, identity, leaves, primitives
 from cosinegate.errors import UserError
 from cosinegate.files import is_part, refuse_dangling_links, remove_parts
 from cosinegate.foreign import parse_yaml, read_text
+from cosinegate.identity import LATEST, NOT_IDENTITY, SWEEPS, identity, leaves, primitives
 from cosinegate.lock import LOCK
 from cosinegate.record import read_record
 from cosinegate.secret import masked

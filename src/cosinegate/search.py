@@ -28,23 +28,16 @@ from sqlalchemy.pool import NullPool
 
 from cosinegate.choices import Cost, GateKind, Sampler, Validation
 from cosinegate.cli import why_it_ended
-from cosinegate.config import (
-    SWEEPS,
-    check_one_of_several,
-    identity,
-    is_number,
-    is_plain_name,
-    primitives,
-    run_folder,
-    validate,
-)
+from cosinegate.config import check_one_of_several, is_number, validate
 from cosinegate.console import cell, clock, complain, percent, say
 from cosinegate.errors import UserError
 from cosinegate.foreign import first_line
+from cosinegate.identity import SWEEPS, identity, primitives, run_folder
 from cosinegate.lock import locked
 from cosinegate.manifest import add_to_manifest, how_to_draw
 from cosinegate.record import found, read_record
-from cosinegate.run import train
+from cosinegate.schema import is_plain_name
+from cosinegate.train import train
 
 MOST_TRIALS = 10**6
 

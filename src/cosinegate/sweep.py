@@ -24,8 +24,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.cli import one_line
-from cosinegate.config import check_one_of_several, identity, require_schema, run_folder, validate
+from cosinegate.config import check_one_of_several, require_schema, validate
 from cosinegate.errors import UserError
+from cosinegate.identity import identity, run_folder
 from cosinegate.manifest import add_to_manifest, digest, how_to_draw
 from cosinegate.orphans import PATIENCE, end_with
 from cosinegate.record import read_record

@@ -18,11 +18,12 @@ from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import Configuration, Family, families, find_runs, mark_early
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.commands import TableConfig
-from cosinegate.config import NOT_IDENTITY, is_number
+from cosinegate.config import is_number
 from cosinegate.console import complain, say
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.escape import code, markdown, printable
+from cosinegate.identity import NOT_IDENTITY
 from cosinegate.outputs import require_own, save_figure, write_text
 from cosinegate.record import found
 

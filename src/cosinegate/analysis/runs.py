@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosinegate.config import NOT_IDENTITY, is_plain_name, leaves
 from cosinegate.errors import UserError
 from cosinegate.escape import printable
 from cosinegate.foreign import parse_yaml, read_text
+from cosinegate.identity import NOT_IDENTITY, leaves
 from cosinegate.record import ended_early, found, read_record, require
+from cosinegate.schema import is_plain_name
 
 SYMBOLS = {
     "objective.tau_target": "τ",

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cosinegate.calibration import Budget
 from cosinegate.errors import UserError
 from cosinegate.files import make_folder, replacing
 from cosinegate.loggers import MetricsCSV
@@ -41,9 +40,7 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
 
 class Checkpoints(Checkpoint):
-    """The best epoch is the record's: of the rows of metrics.csv. Calibrated gates on the way to their budget do not
-    count: they compute more than they will be allowed to.
-    """
+    """Keeps last, previous and best. The best epoch is the record's: of the rows of metrics.csv."""
 
     def __init__(
         self, folder: Path, metrics: MetricsCSV, stop: StopRequest, minutes: float, run_stamp: dict[str, Any]
@@ -81,10 +78,9 @@ class Checkpoints(Checkpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         epoch = trainer.current_epoch + 1
-        budgets = [part for part in pl_module.modules() if isinstance(part, Budget)]
         known = {number: row for number, row in self.metrics.rows.items() if number <= epoch}
-        is_best = accuracies(known, at_budget=bool(budgets)).get("best_epoch") == epoch
-        if trainer.strategy.broadcast(is_best and all(budget.prog >= 1 for budget in budgets)):
+        is_best = accuracies(known).get("best_epoch") == epoch
+        if trainer.strategy.broadcast(is_best):
             self._save(trainer, BEST)
         self._save(trainer, LAST)
 

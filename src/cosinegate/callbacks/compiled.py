@@ -14,7 +14,7 @@ from cosinegate.networks import Output
 
 class CompiledNetwork(L.Callback):
     """`found` is what the record says of the compiled network after a test. The network that was tested stays as it is;
-    the cost is one more pass over the test set, and one over the held-out images for the gates to be asked.
+    the cost is one more pass over the test set, and one over the held-out images for the gates.
     """
 
     def __init__(self, dense: int) -> None:
@@ -30,7 +30,7 @@ class CompiledNetwork(L.Callback):
         self.classes.append(outputs.logits.argmax(1))
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        if not any(block.asks for block in pl_module.network.blocks):
+        if not pl_module.network.has_gates:
             return
         data = trainer.datamodule
         with trainer.precision_plugin.forward_context():

@@ -1,4 +1,4 @@
-"""Logs what the hard gates do in evaluation."""
+"""What the hard gates do in evaluation: logged after every epoch, and summed up over the test set."""
 
 from typing import Any
 
@@ -9,30 +9,44 @@ from cosinegate.networks import Output
 from cosinegate.routing import RoutingMetric, RoutingSummary
 
 
-class GateStatistics(L.Callback):
-    """`summary` is what the last evaluation found."""
+def _metric(module: LitCosineGate) -> RoutingMetric:
+    has_residual = [block.residual is not None for block in module.network.blocks]
+    return RoutingMetric(module.network.num_classes, has_residual).to(module.device)
+
+
+class TestRouting(L.Callback):
+    """`summary` is what the last test found."""
+
+    __test__ = False  # for pytest, which takes the name for a test
 
     def __init__(self) -> None:
         self.summary: RoutingSummary | None = None
 
-    def setup(self, trainer: L.Trainer, pl_module: LitCosineGate, stage: str) -> None:
-        head, blocks = pl_module.network.head, pl_module.network.blocks
-        self.hard = RoutingMetric(head.out_features, len(blocks))
+    def on_test_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self.metric = _metric(pl_module)
+
+    def on_test_batch_end(
+        self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: Output, batch: Any, *where: int
+    ) -> None:
+        self.metric.update(outputs, batch[1])
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self.summary = self.metric.compute()
+
+
+class GateStatistics(L.Callback):
+    """Logs the gate curves: how open each block is, CIR, dynamic blocks and paths of every validation."""
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self.hard.to(pl_module.device).reset()
-
-    on_test_epoch_start = on_validation_epoch_start
+        self.metric = _metric(pl_module)
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: LitCosineGate, outputs: Output, batch: Any, *where: int
     ) -> None:
-        self.hard.update(outputs, batch[1])
-
-    on_test_batch_end = on_validation_batch_end
+        self.metric.update(outputs, batch[1])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self.summary = summary = self.hard.compute()
+        summary = self.metric.compute()
         names = {
             "gates/skip_percent": summary.skip_percent,
             "gates/dynamic_blocks": float(summary.dynamic_blocks),
@@ -44,6 +58,3 @@ class GateStatistics(L.Callback):
             names |= {f"cir/block_{i:02d}": value for i, value in enumerate(summary.cir.tolist()) if value == value}
         pl_module.log_dict(names, sync_dist=True)
         pl_module.log("gates/mean", summary.mean_gate, prog_bar=True, sync_dist=True)
-
-    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self.summary = self.hard.compute()

@@ -14,7 +14,7 @@ from cosinegate.networks import Output
 
 
 class RouteCollector(L.Callback):
-    """`routes` is what the last test found; of several processes each keeps its own share of the images."""
+    """`routes` is what the last test found; of several processes each keeps its own part of the images."""
 
     def __init__(self) -> None:
         self.routes: Routes | None = None
@@ -34,7 +34,8 @@ class RouteCollector(L.Callback):
         label, predicted, *routing = (torch.cat(parts).numpy() for parts in zip(*self.parts, strict=True))
         index = trainer.global_rank + trainer.world_size * np.arange(len(label))
         if not routing:
-            computed = np.ones((len(label), len(pl_module.network.blocks)), dtype=bool)
+            alike = [block.residual is not None for block in pl_module.network.blocks]
+            computed = np.tile(np.array(alike), (len(label), 1))
             self.routes = Routes(index, label, predicted, computed, None, None)
             return
         computed, cir, logits = routing
@@ -43,7 +44,6 @@ class RouteCollector(L.Callback):
             self.routes = Routes(index, label, predicted, computed, None, None)
             return
         gamma = np.array([gate.gamma.item() if gate else np.nan for gate in gates])
-        turn = np.array([gate.turn if gate else np.nan for gate in gates])
-        logits = np.ma.masked_invalid(logits)  # of those that had not left
-        offset = (logits / gamma - cir).mean(0).filled(np.nan)  # c(x) of ℓ = γ·(CIR + c(x))
-        self.routes = Routes(index, label, predicted, computed, cir, turn / gamma - offset)
+        threshold = np.array([gate.threshold_logit if gate else np.nan for gate in gates])
+        offset = (logits / gamma - cir).mean(0)  # c(x) of ℓ = γ·(CIR + c(x))
+        self.routes = Routes(index, label, predicted, computed, cir, threshold / gamma - offset)

@@ -94,7 +94,7 @@ class RunRecord(AtEpochStart):
 
     def _is_news(self, name: str) -> bool:
         """Lightning remembers the figures of the last validation in epochs that have none."""
-        kept = name.startswith(("train/", "schedule/", "speed/", "predict/", "gates/relaxed"))
+        kept = name.startswith(("train/", "schedule/", "speed/", "gates/relaxed"))
         return kept or (self.validated and name.startswith(("val/", "gates/", "cir/", "flops/")))
 
     def on_exception(self, trainer: L.Trainer, pl_module: LitCosineGate, exception: BaseException) -> None:
@@ -118,7 +118,7 @@ class RunRecord(AtEpochStart):
         last = rows[max(rows)] if rows else {}
         self.record |= {
             "epochs": {"planned": trainer.max_epochs, "done": max(rows, default=0)},
-            "accuracy": accuracies(rows, self.record["calibration"] == "quantile") | self.tested,
+            "accuracy": accuracies(rows) | self.tested,
             "mean_gate": last.get("gates/mean"),
             "skip_percent": last.get("gates/skip_percent"),
             "flops": {"counted": last.get("flops/counted"), "executed": last.get("flops/executed")},

@@ -5,46 +5,34 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
-from cosinegate.calibration import Budget
-from cosinegate.gates import PredictiveGate
 from cosinegate.lit import LitCosineGate
 from cosinegate.objective import prog
 from cosinegate.relaxation import Relaxation, anneal
-from cosinegate.schema import ObjectiveConfig, RelaxationConfig
+from cosinegate.schema import RelaxationConfig
 
 
 class Warmup(L.Callback):
-    """Sets prog(t) (Eq. 19) of the objective, and of the budget where gates are calibrated; begins the stage in which
-    gates learn by reward.
+    """Sets prog(t) (Eq. 19) of the objective. t counts epochs; `per_step` counts fractions of one too."""
 
-    t counts epochs; `per_step` counts fractions of one too.
-    """
-
-    def __init__(self, config: ObjectiveConfig) -> None:
-        self.config = config
+    def __init__(self, warmup_epochs: float, per_step: bool) -> None:
+        self.warmup_epochs, self.per_step = warmup_epochs, per_step
         self.lr = 0.0  # of the epoch; where it ends the optimizer has the next one's
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         if trainer.fit_loop.restarted_mid_epoch:
-            part = trainer.fit_loop.batch_idx / trainer.num_training_batches if self.config.per_step else 0
-            self._set(trainer, pl_module, trainer.current_epoch + part)
+            part = trainer.fit_loop.batch_idx / trainer.num_training_batches if self.per_step else 0
+            self._set(pl_module, trainer.current_epoch + part)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self._set(trainer, pl_module, trainer.current_epoch)
+        self._set(pl_module, trainer.current_epoch)
         self.lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
-        if self.config.per_step:
-            self._set(trainer, pl_module, trainer.current_epoch + batch_idx / trainer.num_training_batches)
+        if self.per_step:
+            self._set(pl_module, trainer.current_epoch + batch_idx / trainer.num_training_batches)
 
-    def _set(self, trainer: L.Trainer, pl_module: LitCosineGate, t: float) -> None:
-        pl_module.objective.done = t / trainer.max_epochs
-        pl_module.objective.prog = prog(t, self.config.warmup_epochs, self.config.start_epoch)
-        for budget in _parts(pl_module, Budget):
-            budget.prog = pl_module.objective.prog
-        by_reward = self.config.reinforce.weight > 0 and trainer.current_epoch >= self.config.reinforce.start_epoch
-        for part in (pl_module.objective, *_parts(pl_module, Relaxation)):
-            part.sampled = by_reward
+    def _set(self, pl_module: LitCosineGate, t: float) -> None:
+        pl_module.objective.prog = prog(t, self.warmup_epochs)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)
@@ -68,30 +56,21 @@ class AtEpochStart(L.Callback):
 class Anneal(AtEpochStart):
     """Moves the gates' temperature over the run, and turns their noise off for its last part."""
 
-    def __init__(self, config: RelaxationConfig) -> None:
-        self.config = config
+    def __init__(self, config: RelaxationConfig | None) -> None:
+        self.config = config  # None: no gate has a temperature
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         config = self.config
+        if config is None:
+            return
         progress = trainer.current_epoch / max(1, trainer.max_epochs - 1)  # 0 in the first epoch, 1 in the last
         for relaxation in _parts(pl_module, Relaxation):
             relaxation.temperature = anneal(config.annealing, config.temperature, config.temperature_end, progress)
             relaxation.noisy = trainer.current_epoch < config.noise_until * trainer.max_epochs
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        for relaxation in _parts(pl_module, Relaxation):
+        for relaxation in _parts(pl_module, Relaxation) if self.config is not None else ():
             pl_module.log("schedule/temperature", relaxation.temperature, sync_dist=True)
-
-
-class SwitchOver(AtEpochStart):
-    """Until `epoch`, gates that predict are trained on the exact measure's decisions; evaluation never looks at it."""
-
-    def __init__(self, epoch: float) -> None:
-        self.epoch = epoch
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        for gate in _parts(pl_module, PredictiveGate):
-            gate.by_exact = trainer.current_epoch < self.epoch
 
 
 class Reseed(L.Callback):
@@ -101,17 +80,17 @@ class Reseed(L.Callback):
         self.seed = seed
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
-        place = (self.seed * 1_000_003 + trainer.current_epoch) * 1_000_003 + batch_idx
-        torch.manual_seed(place % 2**63)
+        step = (self.seed * 1_000_003 + trainer.current_epoch) * 1_000_003 + batch_idx
+        torch.manual_seed(step % 2**63)
 
 
 class ShareOut(L.Callback):
-    """Tells the loss and the gates which part of the global batch this process has, where there are several."""
+    """Sets which part of the global batch this process has, in the loss and the gates, where there are several."""
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if trainer.world_size > 1:
             pl_module.objective.share = share = trainer.train_dataloader.share(batch_idx)
-            for part in _parts(pl_module, Relaxation | Budget):
+            for part in _parts(pl_module, Relaxation):
                 part.share = share
 
 

@@ -7,7 +7,7 @@ import lightning.pytorch as L
 from cosinegate.callbacks.epoch_sums import EpochSums
 from cosinegate.lit import LitCosineGate
 
-TERMS = {"total": "loss"} | {term: f"loss_{term}" for term in ("ce", "cons", "flops", "predict", "price")}
+TERMS = {"total": "loss"} | {term: f"loss_{term}" for term in ("ce", "cons", "flops")}
 
 
 class TrainingStatistics(L.Callback):
@@ -21,7 +21,7 @@ class TrainingStatistics(L.Callback):
     ) -> None:
         losses, output, target = outputs["losses"], outputs["output"], batch[1]
         batch_size = trainer.train_dataloader.share(batch_idx).total
-        for term in _terms(pl_module):
+        for term in TERMS:
             self.sums.add(term, getattr(losses, term).double() * batch_size)
         self.sums.add("batches", batch_size)
         self.sums.add("images", len(target))
@@ -31,7 +31,7 @@ class TrainingStatistics(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         batches, images = (self.sums.total(trainer, name) for name in ("batches", "images"))
-        means = {f"train/{name}": self.sums.total(trainer, term) / batches for term, name in _terms(pl_module).items()}
+        means = {f"train/{name}": self.sums.total(trainer, term) / batches for term, name in TERMS.items()}
         means["train/weighted_cons"] = pl_module.objective.lambda_cons * means["train/loss_cons"]
         means["train/weighted_flops"] = pl_module.objective.lambda_flops * means["train/loss_flops"]
         means["train/acc"] = self.sums.total(trainer, "correct") / images
@@ -41,10 +41,3 @@ class TrainingStatistics(L.Callback):
             means["gates/relaxed_mean"] = relaxed.mean()
             pl_module.log("gates/target", pl_module.objective.tau_target, sync_dist=True)
         pl_module.log_dict({name: mean.float() for name, mean in means.items()}, sync_dist=True)
-
-
-def _terms(module: LitCosineGate) -> dict[str, str]:
-    """What the objective has: the reward, the full path and exits only where something learns by them."""
-    has = {"reward": module.objective.reward_weight > 0, "full": module.objective.lambda_full > 0}
-    has["exit"] = any(block.leaves for block in module.network.blocks)
-    return TERMS | {term: f"loss_{term}" for term, learns in has.items() if learns}

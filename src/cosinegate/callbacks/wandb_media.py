@@ -1,11 +1,10 @@
 """What W&B shows beside the curves: heat maps, CIR histograms and example images with their routes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import matplotlib.pyplot as plt
 import numpy as np
-import wandb
 
 from cosinegate.analysis.heat_maps import block_by_epoch, class_by_block
 from cosinegate.analysis.routes import Routes
@@ -13,15 +12,15 @@ from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.lit import LitCosineGate
 from cosinegate.loggers import CarefulWandb, MetricsCSV
 
+if TYPE_CHECKING:
+    import wandb
+
 BY_EPOCH = ("train/*", "val/*", "gates/*", "cir/*", "flops/*", "schedule/*", "speed/*")
 EXAMPLES = 16  # of the images that took the fewest blocks, and as many of those that took the most
 
 
 class WandbMedia(L.Callback):
     """Does nothing without a W&B logger."""
-
-    def __init__(self, collector: RouteCollector) -> None:
-        self.collector = collector
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         for logger in _loggers(trainer):
@@ -39,7 +38,10 @@ class WandbMedia(L.Callback):
                 logger.experiment.log(self._media(trainer) | {"epoch": trainer.max_epochs - 1})
 
     def _media(self, trainer: L.Trainer) -> dict[str, Any]:
-        routes, image_set = self.collector.routes, trainer.datamodule.image_set
+        import wandb  # takes seconds to load
+
+        routes = next(c.routes for c in trainer.callbacks if isinstance(c, RouteCollector))
+        image_set = trainer.datamodule.image_set
         images = trainer.datamodule.splits["test"][0].cpu().numpy()
         media = {"routes/examples": examples(routes, images, image_set.classes)}
         if routes.cir is None:
@@ -57,8 +59,10 @@ class WandbMedia(L.Callback):
         }
 
 
-def examples(routes: Routes, images: np.ndarray, classes: tuple[str, ...]) -> wandb.Table:
+def examples(routes: Routes, images: np.ndarray, classes: tuple[str, ...]) -> "wandb.Table":
     """The images that took the fewest and the most blocks, with their routes."""
+    import wandb
+
     table = wandb.Table(columns=["image", "class", "predicted", "blocks", "route"])
     for place in np.concatenate(routes.extremes(min(EXAMPLES, len(routes.index) // 2))):
         pixels = images[routes.index[place]]  # (H, W, C)

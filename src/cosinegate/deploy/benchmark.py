@@ -13,26 +13,25 @@ import torch
 from torch import Tensor
 
 from cosinegate import console
-from cosinegate.build import reference_flops
 from cosinegate.choices import Checkpoint, Dynamic
 from cosinegate.commands import BenchmarkConfig
-from cosinegate.config import reference, require_positive
+from cosinegate.config import require_positive
 from cosinegate.deploy.benchmark_table import MARK, as_markdown, draw
-from cosinegate.deploy.export import eager_forward
-from cosinegate.deploy.flops import dense_flops, flops_moved
-from cosinegate.deploy.folded import folded
+from cosinegate.deploy.engines import DENSE, IMAGES_A_ROUND, Engines, Model, Run
+from cosinegate.deploy.exits import EarlyExitNetwork
+from cosinegate.deploy.export import forward, move_budget
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES
 from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import Trained, is_the_records, load_gated
-from cosinegate.deploy.ways import DENSE, IMAGES_A_ROUND, Model, Run, Ways
+from cosinegate.deploy.source import Source, is_the_records, load_source, require_something_to_deploy
 from cosinegate.errors import UserError
 from cosinegate.files import require_writable
+from cosinegate.identity import reference
+from cosinegate.load import chosen_path, load_checkpoint, run_folder_of
 from cosinegate.lock import is_locked, locked
+from cosinegate.networks.flops import block_flops, dense_flops
+from cosinegate.networks.name import network_name
 from cosinegate.outputs import naming, require_own, write_text
 from cosinegate.record import now, provenance, read_record, write_record
-from cosinegate.run import network_name
-from cosinegate.saved import chosen_path, load_checkpoint, run_folder_of
 
 ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs where images are routed
 ALLOWED_COMPILED = 0.05  # and where nothing is left to route
@@ -68,53 +67,53 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     if not asked.batches or min(asked.batches) < 1:
         raise UserError(f"batches = {list(asked.batches)}: must be numbers of images, each at least 1")
     torch.set_num_threads(asked.threads)
-    trained = load_gated(asked.run, asked.checkpoint, asked.root, asked.data_folder)
-    folder = Path(asked.folder) if asked.folder is not None else run_folder_of(trained.path) / "benchmark"
+    source = load_source(asked.run, asked.checkpoint, asked.root, asked.data_folder)
+    require_something_to_deploy(source)
+    folder = Path(asked.output) if asked.output is not None else source.folder / "benchmark"
     path, table, figure = (folder / f"benchmark.{kind}" for kind in ("json", "md", "png"))
     require_own({path: OWN_JSON, table: OWN_TABLE}, {figure: MARK})
-    held_out = trained.held_out()
-    if asked.budget is not None:
-        trained.calibrate(asked.budget, held_out)
-    changes = trained.compile(held_out, asked.dynamic, asked.tolerance)
-    require_exportable(trained.folded, trained.path)
-    images, labels = trained.data.whole_images("test", asked.images)
+    held_out = source.held_out()
+    move_budget(source, asked.budget)
+    network, _ = source.compile(asked.dynamic, asked.tolerance)
+    require_exportable(network, source.path)
+    images, labels = source.data.whole_images("test", asked.images)
     if len(images) < max(asked.batches):
         raise UserError(f"batches = {list(asked.batches)}: there are {len(images)} test images")
     others: dict[str, Model] = {}
     for run in asked.against:
-        name, model = _dense_run(run, asked.checkpoint, trained)
+        name, model = _dense_run(run, asked.checkpoint, source)
         others[name if name not in others else f"{name} ({len(others) + 1})"] = model
     require_writable(folder)
     console.say(f"counting FLOPs and accuracy on {len(images)} test images")
-    scores, gates, flops = eager_forward(trained.compiled, images)
+    scores, route, flops = forward(network, images)
     accuracy = (scores.argmax(1) == labels).float().mean().item()
-    counted, executed = gates.float().mean().item(), flops / reference_flops(trained.config)
+    counted, executed = route.float().mean().item(), flops / source.reference_flops
     # else the record's accuracy is of another network
     is_exact = asked.budget is None and asked.dynamic is Dynamic.keep and asked.tolerance == 0
-    own = run_folder_of(trained.path) if is_exact and is_the_records(trained.path) else None
-    name = "skipping" if trained.folded.routes else "compiled"
+    own = source.folder if is_exact and is_the_records(source.path) else None
+    name = "exits" if isinstance(network, EarlyExitNetwork) else "routed" if network.has_gates else "compiled"
     models = {
-        DENSE: Model(trained.dense(), 1.0, 1.0, None),
-        name: Model(trained.folded, counted, executed, own, is_own=True),
+        DENSE: Model(source.dense(), 1.0, 1.0, None),
+        name: Model(network, counted, executed, own, is_own=True),
     } | others
     with tempfile.TemporaryDirectory() as scratch, naming(Path(scratch)):
-        ways = Ways(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)
-        rows, int8 = [], _int8(name, models[name], trained, Path(scratch), images, labels)
+        engines = Engines(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)
+        rows, int8 = [], _int8(name, models[name], source, route, Path(scratch), images, labels)
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")
-            rows += _rows(models, int8, ways.at(batch), batch, images, asked.rounds)
-        console.say("asking both engines where their time goes")
-        kernels = {str(batch): ways.kernels(batch, images) for batch in _profiled(rows)}
+            rows += _rows(models, int8, engines.at(batch), batch, images, asked.rounds)
+        console.say("profiling both engines")
+        kernels = {str(batch): engines.kernels(batch, images) for batch in _profiled(rows)}
     found = {
-        "run": str(run_folder_of(trained.path)),
-        "data": trained.config.data.name.name,
+        "run": str(source.folder),
+        "data": source.config.data.name.name,
         "threads": asked.threads,
-        "dense": network_name(reference(trained.config.network)),
+        "dense": network_name(reference(source.config.network)),
         "budget": asked.budget,
         "dynamic": asked.dynamic.name,
         "tolerance": asked.tolerance,
         "model": name,
-        "blocks": [changes.computed, len(changes.blocks)],
+        "blocks": [sum(block.residual is not None for block in network.blocks), len(network.blocks)],
         "accuracy": accuracy,
         "counted": counted,
         "executed": executed,
@@ -130,19 +129,19 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     return found | {"folder": str(folder)}
 
 
-def _int8(name: str, model: Model, trained: Trained, folder: Path, images: Tensor, labels: Tensor) -> dict[str, float]:
+def _int8(
+    name: str, model: Model, source: Source, route: Tensor, folder: Path, images: Tensor, labels: Tensor
+) -> dict[str, float]:
     """Of the run's network: accuracy, and FLOPs, for rounding moves some images over a threshold."""
-    scores, decided = run_onnx(session(folder / f"{name}-int8.onnx", 1), images.contiguous().numpy(), MANY)
+    scores, taken = run_onnx(session(folder / f"{name}-int8.onnx", 1), images.contiguous().numpy(), MANY)
     found = {"accuracy": (torch.from_numpy(np.asarray(scores)).argmax(1) == labels).float().mean().item()}
-    if not model.skips:
+    if taken is None:
         return found | {"counted": model.counted, "executed": model.executed}
-    runtime = SkippingNetwork(model.network)
-    runtime(images)
-    theirs = runtime.gates.clone()
-    theirs[:, [i for i, block in enumerate(model.network.blocks) if block.head is not None]] = torch.from_numpy(decided)
-    moved = flops_moved(trained.compiled, trained.data.image_set.shape, runtime.gates, theirs)
-    executed = model.executed + moved / reference_flops(trained.config)
-    return found | {"counted": theirs.float().mean().item(), "executed": executed}
+    taken = torch.from_numpy(np.asarray(taken)).float()
+    inner = model.network.network if isinstance(model.network, EarlyExitNetwork) else model.network
+    moved = (taken.mean(0) - route.float().mean(0)) * block_flops(inner, source.data.image_set.shape)
+    executed = model.executed + moved.sum().item() / source.reference_flops
+    return found | {"counted": taken.mean().item(), "executed": executed}
 
 
 def _rows(
@@ -221,26 +220,25 @@ def _bar(model: Model, engine: str, batch: int) -> float | None:
     """The time ratio that the run's network is allowed."""
     if not model.is_own or "int8" in engine or (batch != 1 and batch < MANY):
         return None
-    if not model.skips:
+    if not model.routes:
         return model.executed + ALLOWED_COMPILED
     if batch >= MANY:
         return model.executed + ALLOWED["many"]
     return model.executed + ALLOWED["one"] if engine == "onnxruntime" else None
 
 
-def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Trained) -> tuple[str, Model]:
+def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Source) -> tuple[str, Model]:
     """A run of a dense network on the same data, with its FLOPs over those that are 1 in the table."""
     path = chosen_path(run, checkpoint)
     module, config = load_checkpoint(path)
-    if any(block.gate is not None for block in module.network.blocks):
+    if module.network.has_gates:
         raise UserError(f"against = {run}: has gates; give runs of dense networks")
     if config.data.name is not beside.config.data.name:
         raise UserError(f"against = {run}: is on {config.data.name.name}, not on {beside.config.data.name.name}")
-    shape = beside.data.image_set.shape
-    share = dense_flops(module.network, shape) / reference_flops(beside.config)
+    executed = dense_flops(module.network, beside.data.image_set.shape) / beside.reference_flops
     name = f"{config.name} {network_name(config.network)} s{config.seed}"
     own = run_folder_of(path) if is_the_records(path) else None
-    return name, Model(folded(module.network, shape[:2]), share, share, own)
+    return name, Model(module.network, executed, executed, own)
 
 
 def _into_records(models: dict[str, Model], rows: list[Row], threads: int) -> None:

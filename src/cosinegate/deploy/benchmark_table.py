@@ -126,7 +126,7 @@ def show(found: dict[str, Any]) -> None:
     console.show_table(f"{found['run']}, accuracy {console.percent(found['accuracy'])}", columns, rows)
     console.say("time ratio: to the dense network on the same engine, each in its fastest way to run the batch")
     bar = "0.05, for one image and for 64 and more"
-    if found["model"] == "skipping":
+    if found["model"] != "compiled":
         bar = "0.10 (batches of 64 and more) or 0.15 (one image on onnxruntime)"
     console.say(f"bar: executed FLOPs plus {bar}; {found['blocks'][0]} of {found['blocks'][1]} blocks are left")
     console.say(f"written to {found['folder']}")

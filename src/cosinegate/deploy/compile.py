@@ -43,15 +43,15 @@ class BlockChange:
 
     block: int
     action: Action
-    open_fraction: float  # of the images that its gate was asked for
+    open_fraction: float  # of the images that its gate ran on
     other_route: float = 0.0  # fraction of those images for which the block decides otherwise now
     agreement: float | None = None  # of an MLP with the gate, on images that it was not fitted to
     random_agreement: float | None = None  # of a gate that is open as often, by chance
     needs_f: bool = False  # whether what decides needs F(x), so that nothing is saved here
 
     def __str__(self) -> str:
-        share = {0.0: "no image", 1.0: "all images"}.get(self.open_fraction, f"{self.open_fraction:.2%} of the images")
-        words = f"block {self.block}: open for {share}: {self.action.value}"
+        images = {0.0: "no image", 1.0: "all images"}.get(self.open_fraction, f"{self.open_fraction:.2%} of the images")
+        words = f"block {self.block}: open for {images}: {self.action.value}"
         if self.agreement is not None:
             words += f"; agrees with its gate on {self.agreement:.2%} of other images, a random gate as often open on "
             words += f"{self.random_agreement:.2%}"
@@ -62,11 +62,11 @@ class BlockChange:
 class Changes:
     """What compiling did, block by block."""
 
-    images: int  # that the gates were asked for
+    images: int  # that the gates ran on
     blocks: tuple[BlockChange, ...]
 
-    def places(self, *actions: Action) -> list[int]:
-        """The blocks that one of these became of."""
+    def blocks_with(self, *actions: Action) -> list[int]:
+        """The indices of the blocks to which one of these happened."""
         return [change.block for change in self.blocks if change.action in actions]
 
     def recorded(self, executed: float, same_class: int, images: int) -> dict[str, float | int]:
@@ -78,12 +78,12 @@ class Changes:
     @property
     def computed(self) -> int:
         """The number of blocks that have an F left."""
-        return len(self.blocks) - len(self.places(Action.removed))
+        return len(self.blocks) - len(self.blocks_with(Action.removed))
 
     @property
     def dynamic(self) -> int:
         """The number of blocks that still decide for each image."""
-        return len(self.places(Action.kept, Action.predicted))
+        return len(self.blocks_with(Action.kept, Action.predicted))
 
 
 @torch.no_grad()
@@ -99,41 +99,61 @@ def compile_gates(
     """
     dynamic = _checked(dynamic, tolerance)
     compiled = copy.deepcopy(network).eval()
-    if not any(block.asks for block in compiled.blocks):
+    if not compiled.has_gates:
         raise UserError("a dense network has no gates, so there is nothing to compile")
     if len(images) == 0:
-        raise UserError("there are no images to ask the gates for")
-    predicts = [dynamic is Dynamic.predict and b.asks and not b.gate.decides_first for b in compiled.blocks]
-    opened, statistics = _asked(compiled, images, predicts)
-    changes, never_negative, may_exit, ended = [], _ends_with_relu(compiled.stem), False, False
-    for place, block in enumerate(compiled.blocks):
-        if not block.asks:
-            gone = block.residual is None  # by an earlier compilation
-            changes.append(BlockChange(place, Action.removed if gone else Action.ungated, 0.0 if gone else 1.0))
+        raise UserError("there are no images to run the gates on")
+    predicts = [
+        dynamic is Dynamic.predict and block.gate is not None and not block.gate.decides_first
+        for block in compiled.blocks
+    ]
+    gates, statistics = _run_gates(compiled, images, predicts)
+    changes, never_negative = [], _ends_with_relu(compiled.stem)
+    for index, block in enumerate(compiled.blocks):
+        if block.gate is None:
+            removed = block.residual is None  # by an earlier compilation
+            changes.append(BlockChange(index, Action.removed if removed else Action.ungated, 0.0 if removed else 1.0))
         else:
-            share = opened[:, place].double().mean().item()
-            rounds = dynamic is Dynamic.round or (predicts[place] and _too_few(opened[:, place]))
-            if ended or share <= tolerance or (rounds and share < 0.5):
-                if block.leaves and not ended:  # the first exit that no image passes is the network's end
-                    compiled.head, ended = block.gate.classifier, True
-                block.residual, block.settled = None, True
-                changes.append(BlockChange(place, Action.removed, share, other_route=share))
-            elif (share >= 1 - tolerance or rounds) and not (block.leaves and may_exit):
-                block.settled = True
-                changes.append(BlockChange(place, Action.always, share, other_route=1 - share))
-            elif predicts[place]:
-                block.gate, *agreed = _fitted(statistics[place], opened[:, place])
-                block.looks = True
-                changes.append(BlockChange(place, Action.predicted, share, 1 - agreed[0], *agreed))
+            is_open = gates[:, index]
+            fraction = is_open.double().mean().item()
+            rounds = dynamic is Dynamic.round or (predicts[index] and _too_few(is_open))
+            if fraction <= tolerance or (rounds and fraction < 0.5):
+                block.residual = block.gate = None
+                changes.append(BlockChange(index, Action.removed, fraction, other_route=fraction))
+            elif fraction >= 1 - tolerance or rounds:
+                block.gate = None
+                changes.append(BlockChange(index, Action.always, fraction, other_route=1 - fraction))
+            elif predicts[index]:
+                block.gate, agreement, by_chance = _fit_gate(statistics[index], is_open)
+                changes.append(BlockChange(index, Action.predicted, fraction, 1 - agreement, agreement, by_chance))
             else:
-                may_exit = may_exit or block.leaves  # an exit that all pass is still closed to those that exited before
-                changes.append(BlockChange(place, Action.kept, share, needs_f=not block.gate.decides_first))
+                needs_f = not block.gate.decides_first
+                changes.append(BlockChange(index, Action.kept, fraction, needs_f=needs_f))
         if block.residual is None:
-            _forget_activation(block, never_negative)
-        is_same_sign = block.residual is None and isinstance(block.shortcut, nn.Identity | PadShortcut)
-        never_negative = isinstance(block.activation, nn.ReLU) or (never_negative and is_same_sign)
-    _drop_gates(compiled)
+            _drop_activation(block, never_negative)
+        keeps_sign = block.residual is None and isinstance(block.shortcut, nn.Identity | PadShortcut)
+        never_negative = isinstance(block.activation, nn.ReLU) or (never_negative and keeps_sign)
     return compiled, Changes(len(images), tuple(changes))
+
+
+def remove_blocks(network: GatedNetwork, actions: list[Action]) -> None:
+    """Gives an untrained network the shape of a compiled one, in place: what each block became is known."""
+    never_negative = _ends_with_relu(network.stem)
+    for block, action in zip(network.blocks, actions, strict=True):
+        if action is Action.predicted:
+            block.gate = PooledGate(_channels(block), HIDDEN)
+        elif action is not Action.kept:
+            block.gate = None
+        if action is Action.removed:
+            block.residual = None
+            _drop_activation(block, never_negative)
+        keeps_sign = block.residual is None and isinstance(block.shortcut, nn.Identity | PadShortcut)
+        never_negative = isinstance(block.activation, nn.ReLU) or (never_negative and keeps_sign)
+
+
+def _channels(block: ResidualBlock) -> int:
+    """The channels of a block's input."""
+    return next(module for module in block.residual.modules() if isinstance(module, nn.Conv2d)).in_channels
 
 
 def _checked(dynamic: Dynamic | str, tolerance: float) -> Dynamic:
@@ -145,33 +165,33 @@ def _checked(dynamic: Dynamic | str, tolerance: float) -> Dynamic:
         raise UserError(f"dynamic = {dynamic}: must be one of {', '.join(Dynamic.__members__)}") from error
 
 
-def _asked(network: GatedNetwork, images: Tensor, wanted: list[bool]) -> tuple[Tensor, dict[int, Tensor]]:
-    """The gates (B, N) of all images, and of the wanted blocks the pooled statistics of their input (B, 3C)."""
-    seen: dict[int, list[Tensor]] = {place: [] for place, is_wanted in enumerate(wanted) if is_wanted}
+def _run_gates(network: GatedNetwork, images: Tensor, wanted: list[bool]) -> tuple[Tensor, dict[int, Tensor]]:
+    """The gates (B, N) of all images, and the pooled statistics (B, 3C) of the wanted blocks' inputs."""
+    statistics: dict[int, list[Tensor]] = {index: [] for index, is_wanted in enumerate(wanted) if is_wanted}
 
-    def collect(place: int, block: ResidualBlock, inputs: tuple) -> None:
-        seen[place].append(geometry.pooled_statistics(inputs[0]))
+    def collect(index: int, block: ResidualBlock, inputs: tuple) -> None:
+        statistics[index].append(geometry.pooled_statistics(inputs[0]))
 
-    hooks = [network.blocks[place].register_forward_pre_hook(partial(collect, place)) for place in seen]
+    hooks = [network.blocks[index].register_forward_pre_hook(partial(collect, index)) for index in statistics]
     like = next(network.parameters())
     gates = [network(part.to(like)).routing.gates.bool() for part in images.split(BATCH)]
     for hook in hooks:
         hook.remove()
-    return torch.cat(gates), {place: torch.cat(parts) for place, parts in seen.items()}
+    return torch.cat(gates), {index: torch.cat(parts) for index, parts in statistics.items()}
 
 
-def _too_few(opened: Tensor) -> bool:
+def _too_few(is_open: Tensor) -> bool:
     """Whether one of the two decisions is too rare to be fitted."""
-    return min(int(opened.sum()), int((~opened).sum())) < FEWEST
+    return min(int(is_open.sum()), int((~is_open).sum())) < FEWEST
 
 
-def _fitted(statistics: Tensor, opened: Tensor) -> tuple[PooledGate, float, float]:
+def _fit_gate(statistics: Tensor, is_open: Tensor) -> tuple[PooledGate, float, float]:
     """A gate that is fitted to decisions (B,), its agreement with them on a fifth of the images, which it was not
     fitted to, and that of a random gate that is open as often."""
     from sklearn.model_selection import train_test_split  # takes a second to load, and only this needs it
     from sklearn.neural_network import MLPClassifier
 
-    x, y = statistics.double().cpu().numpy(), opened.cpu().numpy()
+    x, y = statistics.double().cpu().numpy(), is_open.cpu().numpy()
     known, tested, known_y, tested_y = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
     mean, deviation = known.mean(0), known.std(0).clip(1e-6)
     mlp = MLPClassifier((HIDDEN,), alpha=1e-3, max_iter=200, early_stopping=len(known) >= 500, random_state=0)
@@ -181,12 +201,12 @@ def _fitted(statistics: Tensor, opened: Tensor) -> tuple[PooledGate, float, floa
     (w1, w2), (b1, b2) = ([torch.from_numpy(array) for array in arrays] for arrays in (mlp.coefs_, mlp.intercepts_))
     w1 = w1 / torch.from_numpy(deviation)[:, None]
     with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and none of them stays
-        gate = PooledGate(x.shape[1], HIDDEN).eval().to(statistics)
+        gate = PooledGate(x.shape[1] // 3, HIDDEN).eval().to(statistics)
     for layer, weight, bias in ((gate.score[0], w1, b1 - torch.from_numpy(mean) @ w1), (gate.score[2], w2, b2)):
         layer.weight.copy_(weight.T)
         layer.bias.copy_(bias)
-    share = float(tested_y.mean())
-    return gate, agreement, share**2 + (1 - share) ** 2
+    fraction = float(tested_y.mean())
+    return gate, agreement, fraction**2 + (1 - fraction) ** 2
 
 
 def _ends_with_relu(stem: nn.Module) -> bool:
@@ -195,23 +215,8 @@ def _ends_with_relu(stem: nn.Module) -> bool:
     return bool(layers) and isinstance(layers[-1], nn.ReLU)
 
 
-def _forget_activation(block: ResidualBlock, never_negative: bool) -> None:
+def _drop_activation(block: ResidualBlock, never_negative: bool) -> None:
     """Of a block without F: a ReLU of what is never negative does nothing, and none may write over its input."""
     if isinstance(block.activation, nn.ReLU):
-        is_same_sign = isinstance(block.shortcut, nn.Identity | PadShortcut)
-        block.activation = nn.Identity() if never_negative and is_same_sign else nn.ReLU()
-
-
-def _drop_gates(network: GatedNetwork) -> None:
-    """Takes settled gates away, but for those that look for the gates of later blocks."""
-    before = None
-    for block in network.blocks:
-        if block.asks and block.leaves:
-            block.gate.before = (before,)
-            before = block.gate
-    wanted = False
-    for block in reversed(network.blocks):
-        if block.gate is not None and block.settled and not (wanted and block.looks):
-            block.gate, block.looks = None, False
-        elif block.gate is not None:
-            wanted = block.gate.carries if block.looks else True
+        keeps_sign = isinstance(block.shortcut, nn.Identity | PadShortcut)
+        block.activation = nn.Identity() if never_negative and keeps_sign else nn.ReLU()

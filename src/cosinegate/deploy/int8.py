@@ -70,4 +70,4 @@ def _reading_back(scratch: Path, size: int) -> Iterator[None]:
 
 def is_of_gate(convolution: onnx.NodeProto) -> bool:
     """By the name of its weights, which is that of their module."""
-    return ".head." in convolution.input[1]
+    return ".gate." in convolution.input[1]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cosinegate.deploy.folded import FoldedNetwork
 from cosinegate.deploy.onnx_forms import session
-from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.runtime import Runtime
 
 KINDS = {  # of operators; those that are not here are "other"
     "convolutions": ("Conv", "FusedConv"),
@@ -50,11 +49,11 @@ def kernel_times(path: Path, images: np.ndarray, batch: int, scratch: Path) -> d
     return {kind: spent[kind] / 1000 / len(images) for kind in (*KINDS, "other", "between")}
 
 
-def operator_times(network: FoldedNetwork, images: Tensor, batch: int) -> dict[str, float]:
-    """ms an image of every kind of operator in the skipping runtime, on one thread; `between` is what none takes."""
-    runtime, parts = SkippingNetwork(network, batch), images.split(batch)
+def operator_times(runtime: Runtime, images: Tensor, batch: int) -> dict[str, float]:
+    """ms an image of every kind of operator on torch, on one thread; `between` is what none takes."""
+    parts = images.split(batch)
     runtime(parts[0])
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler would tell a person when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler would print when it starts and stops
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for part in parts:
             with torch.profiler.record_function("whole"):

@@ -1,18 +1,15 @@
 """The deployed network as ONNX, with its routes left open: nothing of a route is fixed by tracing.
 
-`branch` takes one image: an If for every gate, of which only the taken branch runs. `batch` takes any number of images:
-NonZero, Gather and Scatter select the open ones. `dense` is the same network without its gates. Where images leave the
-last stage, the Ifs lie in one another, and a batch gets smaller from block to block: of an image that has left nothing
-is looked at or moved again.
+`network.onnx` takes any number of images: NonZero and Gather select those that a gate opens or that pass an exit. With
+exits there is `one.onnx` too, for one image: an If at every exit, of which only the taken branch runs.
 """
 
 import contextlib
 import copy
 import io
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,111 +18,109 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from cosinegate.deploy.eyes import ExitEye, Eye, Mean, Statistics
-from cosinegate.deploy.folded import FoldedBlock, FoldedNetwork
+from cosinegate.deploy.card import Network
+from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.errors import UserError
 from cosinegate.files import replacing
-from cosinegate.gates import Seen
-from cosinegate.gates.exit import ExitClassifier
+from cosinegate.gates.random import RandomGate
+from cosinegate.networks import GatedNetwork, ResidualBlock
 from cosinegate.networks.block import PadShortcut
 
 
-class OnnxForm(nn.Module):
-    """Gives class scores and, where there are gates, what they decided (B, G)."""
+class BatchForm(nn.Module):
+    """Class scores (B, K) of any number of images and, where there are gates or exits, the route (B, N)."""
 
-    def __init__(self, network: FoldedNetwork) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__()
-        self.network = copy.deepcopy(network)
-        for block in self.network.blocks:
-            if isinstance(block.shortcut, PadShortcut):
-                block.shortcut = as_convolution(block.shortcut, block.inputs)
+        self.network = prepared(network)
+
+    @property
+    def routes(self) -> bool:
+        return isinstance(self.network, EarlyExitNetwork) or self.network.has_gates
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        x, seen = self.network.enter(images), self.network.begin(images)
-        blocks, gates = self.network.blocks, []
-        exits = next((place for place, block in enumerate(blocks) if isinstance(block.eye, ExitEye)), len(blocks))
-        for block in blocks[:exits]:
-            if block.eye is not None:
-                seen = look(block.eye, x, seen)
-            if block.removed:
-                x = block.identity(x)
-            elif block.head is None:
-                x = block.full(x)
-            elif block.head.compares:
-                x, is_open = block.compared(x)
-                gates.append(is_open)
-            else:
-                is_open = block.head(seen)
-                gates.append(is_open)
-                x = self.route(block, is_open, x)
-        scores, stayed = self.leave(list(blocks[exits:]), x)
-        gates += [stayed] if any(block.head is not None for block in blocks[exits:]) else []
-        return (scores, torch.cat(gates, dim=1)) if gates else (scores,)
+        if isinstance(self.network, EarlyExitNetwork):
+            return self._with_exits(images)
+        output = self.network(images)
+        return (output.logits, output.routing.gates > 0.5) if self.routes else (output.logits,)
 
-    def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
-        """The class scores (B, K) with which each image leaves, and which of the gates of these blocks, of which each
-        has its exit before it, were open to it (B, G)."""
-        raise NotImplementedError
-
-    def classify(self, x: Tensor) -> Tensor:
-        """As the network does, by those reductions."""
-        head = self.network.head
-        return head(torch.cat(_statistics(x), dim=1) if isinstance(head, ExitClassifier) else x.mean((2, 3)))
-
-
-class BranchForm(OnnxForm):
-    def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
-        return torch.cond(is_open.reshape([]), in_branch(block), lambda x: block.identity(x).clone(), (x,))
-
-    def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
-        number = sum(block.head is not None for block in blocks)
-
-        def go(scores: Tensor, passed: int) -> tuple[Tensor, Tensor]:
-            ones = scores.new_ones(1, passed, dtype=torch.bool)
-            return scores, torch.cat((ones, scores.new_zeros(1, number - passed, dtype=torch.bool)), dim=1)
-
-        def onward(blocks: list[FoldedBlock], x: Tensor, passed: int) -> tuple[Tensor, Tensor]:
-            if not blocks:
-                return go(self.classify(x), passed)
-            block, *later = blocks
-            if block.head is None:
-                return onward(later, x if block.removed else block.full(x), passed)
-
-            def stay(x: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-                return onward(later, in_branch(block)(x), passed + 1)
-
-            seen = look(block.eye, x, None)
-            is_open = block.head(seen)
-            return torch.cond(is_open.reshape([]), stay, lambda x, said: go(said.clone(), passed), (x, seen[1]))
-
-        return onward(blocks, x, 0)
-
-
-class BatchForm(OnnxForm):
-    def route(self, block: FoldedBlock, is_open: Tensor, x: Tensor) -> Tensor:
-        computed = is_open.squeeze(1).nonzero().squeeze(1)
-        return block.identity(x).index_copy(0, computed, block.full(x[computed]))
-
-    def leave(self, blocks: list[FoldedBlock], x: Tensor) -> tuple[Tensor, Tensor]:
-        gates = [x.new_zeros(x.shape[0], 0, dtype=torch.bool)]
-        if not blocks:
-            return self.classify(x), gates[0]
-        nobody = torch.zeros_like(x[:, :1, 0, 0], dtype=torch.bool)
-        here = torch.ones_like(nobody).nonzero()[:, 0]  # which images the maps in x are of
-        scores = x.new_zeros(x.shape[0], self.network.classes)
-        for block in blocks:
-            if block.head is not None:
-                seen = look(block.eye, x, None)
-                scores = scores.index_copy(0, here, seen[1])
-                stays = block.head(seen).squeeze(1).nonzero().squeeze(1)
+    def _with_exits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch shrinks at every exit: nothing of an image that has exited is computed or moved again."""
+        inner = self.network.network
+        x = inner.stem(images)
+        none = torch.zeros_like(x[:, 0, 0, 0], dtype=torch.bool)  # (B,)
+        here = torch.ones_like(none).nonzero()[:, 0]  # which images the maps in x are of
+        scores, gates = x.new_zeros(x.shape[0], self.network.num_classes), []
+        for index, block in enumerate(inner.blocks):
+            computed = none if block.residual is None else none.index_fill(0, here, True)
+            x, routing = block(x, images[here])
+            gates.append(computed if routing is None else none.index_copy(0, here, routing.decision.gate > 0.5))
+            if (at := self.network.exit_after(index)) is not None:
+                answer, logit = at(x)
+                scores = scores.index_copy(0, here, answer)
+                stays = (logit > self.network.threshold).nonzero().squeeze(1)
                 x, here = x[stays], here[stays]
-                gates.append(nobody.index_fill(0, here, True))
-            if not block.removed:
-                x = block.full(x)
-        return scores.index_copy(0, here, self.classify(x)), torch.cat(gates, dim=1)
+        return scores.index_copy(0, here, inner.classify(x)), torch.stack(gates, dim=1)
+
+
+class OneImageForm(nn.Module):
+    """The same of one image, for a network with exits and without gates: an If at every exit."""
+
+    def __init__(self, network: EarlyExitNetwork) -> None:
+        super().__init__()
+        self.network = prepared(network)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        network, blocks = self.network, self.network.blocks
+
+        def route(computed: int, like: Tensor) -> Tensor:
+            """(1, N): the first blocks computed the image, but for those that were removed."""
+            columns = [index < computed and block.residual is not None for index, block in enumerate(blocks)]
+            yes, no = like.new_ones(1, 1, dtype=torch.bool), like.new_zeros(1, 1, dtype=torch.bool)
+            return torch.cat([yes if column else no for column in columns], dim=1)
+
+        def onward(x: Tensor, start: int) -> tuple[Tensor, Tensor]:
+            """From the input of block `start` on."""
+            for index in range(start, len(blocks)):
+                x = blocks[index].plain(_outside_layout(x) if index == start > 0 else x)
+                if (at := network.exit_after(index)) is not None:
+                    scores, logit = at(x)
+                    is_sure = logit.reshape([]) <= network.threshold
+
+                    def exits(x: Tensor, scores: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
+                        return scores.clone(), route(index + 1, scores)
+
+                    def stays(x: Tensor, scores: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
+                        return onward(x, index + 1)
+
+                    return torch.cond(is_sure, exits, stays, (x, scores))
+            scores = network.network.classify(x)
+            return scores, route(len(blocks), scores)
+
+        return onward(network.network.stem(images), 0)
+
+
+def prepared(network: Network) -> Network:
+    """A copy whose padded shortcuts are convolutions, as onnxruntime likes them."""
+    copied = copy.deepcopy(network)
+    channels = _stem_channels(copied.network if isinstance(copied, EarlyExitNetwork) else copied)
+    for block in copied.blocks:
+        inputs, channels = channels, _outputs(block, channels)
+        if isinstance(block.shortcut, PadShortcut):
+            block.shortcut = as_convolution(block.shortcut, inputs)
+    return copied
+
+
+def _stem_channels(network: GatedNetwork) -> int:
+    return next(layer for layer in network.stem.modules() if isinstance(layer, nn.Conv2d)).out_channels
+
+
+def _outputs(block: ResidualBlock, inputs: int) -> int:
+    """The channels of a block's output."""
+    if isinstance(block.shortcut, PadShortcut):
+        return inputs + block.shortcut.new_channels
+    layers = [layer for layer in block.shortcut.modules() if isinstance(layer, nn.Conv2d)]
+    return layers[-1].out_channels if layers else inputs
 
 
 def as_convolution(pad: PadShortcut, channels: int) -> nn.Conv2d:
@@ -135,42 +130,26 @@ def as_convolution(pad: PadShortcut, channels: int) -> nn.Conv2d:
     return conv
 
 
-def in_branch(block: FoldedBlock) -> Callable[[Tensor], Tensor]:
-    """F and what follows it, behind a pool of one pixel, which changes nothing: onnxruntime keeps its result in the
-    convolutions' layout, and so makes the addition and the ReLU a part of the second one, as it does outside branches.
+def _outside_layout(x: Tensor) -> Tensor:
+    """x behind a pool of one pixel, which changes nothing: onnxruntime keeps its result in the convolutions' layout,
+    and so fuses the addition and the ReLU with the second one inside a branch too.
     """
-    return lambda x: block.full(nn.functional.max_pool2d(x, 1))
+    return nn.functional.max_pool2d(x, 1)
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `geometry.pooled_statistics`, in as few operators as can be: for one image each takes as long as any other."""
-    mean = x.mean((2, 3), keepdim=True)
-    std = torch.linalg.vector_norm(x - mean, dim=(2, 3)) / math.sqrt(x.shape[2] * x.shape[3])
-    return mean.flatten(1), std, x.amax((2, 3))
-
-
-def look(eye: Eye, x: Tensor, seen: Seen) -> Seen:
-    """What the eye sees, by those reductions."""
-    if isinstance(eye, Statistics):
-        return torch.cat(_statistics(x), dim=1)
-    if isinstance(eye, ExitEye):
-        return eye.scored(torch.cat(_statistics(x), dim=1), seen)
-    return x.mean((2, 3)) if isinstance(eye, Mean) else eye(x, seen)
-
-
-def require_exportable(network: FoldedNetwork, path: Path) -> None:
+def require_exportable(network: Network, path: Path) -> None:
     """Ends with one line where a gate decides by something that ONNX has no operators for."""
-    if any(block.eye is not None and not block.eye.exports for block in network.blocks):
+    if any(isinstance(block.gate, RandomGate) for block in network.blocks):
         words = "its gates hash an image's bits, for which ONNX has no operators: it cannot be exported"
-        raise UserError(f"{path}: {words}; dynamic=round settles them, and the skipping runtime runs it as it is")
+        raise UserError(f"{path}: {words}; dynamic=round settles them")
 
 
-def write_onnx(form: OnnxForm, path: Path, shape: tuple[int, int, int], one_image: bool) -> None:
-    """Exports for images (C, H, W), one or any number of them, and checks the file."""
-    form = form.eval().to(memory_format=torch.contiguous_format)
+def write_onnx(form: BatchForm | OneImageForm, path: Path, shape: tuple[int, int, int]) -> None:
+    """Exports for images (C, H, W), one or any number of them as the form takes, and checks the file."""
+    form, one_image = form.eval().to(memory_format=torch.contiguous_format), isinstance(form, OneImageForm)
     images = torch.zeros(1 if one_image else 3, *shape)
     dynamic = None if one_image else ({0: torch.export.Dim("batch", min=1)},)
-    names = ["scores", "gates"] if any(block.head is not None for block in form.network.blocks) else ["scores"]
+    names = ["scores", "route"] if one_image or form.routes else ["scores"]
     with quietly():
         program = torch.onnx.export(
             form, (images,), dynamo=True, input_names=["images"], output_names=names, dynamic_shapes=dynamic
@@ -214,15 +193,15 @@ def session(path: Path, threads: int, profile: Path | None = None) -> onnxruntim
 def run_onnx(
     model: onnxruntime.InferenceSession, images: np.ndarray, batch: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scores and decisions, `batch` images at a time."""
+    """Scores and, where there are any, routes, `batch` images at a time."""
     parts = [model.run(None, {"images": images[i : i + batch]}) for i in range(0, len(images), batch)]
-    scores, *gates = (np.concatenate(fields) for fields in zip(*parts, strict=True))
-    return scores, gates[0] if gates else None
+    scores, *routes = (np.concatenate(fields) for fields in zip(*parts, strict=True))
+    return scores, routes[0] if routes else None
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Exporter and quantiser tell their steps on stdout and in the log, and inner deprecations as warnings."""
+    """Silences the exporter and the quantiser, which print their steps, log them, and warn of deprecations inside."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

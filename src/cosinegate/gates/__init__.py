@@ -1,8 +1,7 @@
-"""One file a policy. A gate answers one question: how open, for each sample?"""
+"""One file a gate. A gate answers one question: how open is the block, for each sample?"""
 
 from cosinegate.gates.cosine import Controller, CosineGate
 from cosinegate.gates.decision import Decision
-from cosinegate.gates.gate import Gate, Seen
-from cosinegate.gates.predictive import LEAK, STATISTICS, PredictiveGate, Predictor
+from cosinegate.gates.gate import Gate
 
-__all__ = ["LEAK", "STATISTICS", "Controller", "CosineGate", "Decision", "Gate", "PredictiveGate", "Predictor", "Seen"]
+__all__ = ["Controller", "CosineGate", "Decision", "Gate"]

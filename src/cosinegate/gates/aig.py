@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from cosinegate import geometry
-from cosinegate.gates.gate import ScoreGate, Seen, Slot, start_open
-from cosinegate.schema import GateConfig
+from cosinegate.gates.gate import ScoreGate, Slot, start_open
+from cosinegate.schema import AigGateConfig
 
 
 def pooled_score(channels: int, hidden: int) -> nn.Sequential:
@@ -13,13 +13,13 @@ def pooled_score(channels: int, hidden: int) -> nn.Sequential:
 
 
 class AigGate(ScoreGate):
-    """Sees the mean of its block's input; opened by a straight-through Gumbel sample."""
+    """Sees the mean of its block's input; a straight-through Gumbel sample opens it in training."""
 
-    def look(self, x: Tensor, seen: Seen) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return geometry.global_average_pool(x)
 
 
-def make(config: GateConfig, slot: Slot) -> AigGate:
+def make(config: AigGateConfig, slot: Slot) -> AigGate:
     score = pooled_score(slot.channels, config.hidden)
     start_open(score[-1], config.start)
     return AigGate(score, slot.opening())

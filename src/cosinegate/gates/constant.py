@@ -1,28 +1,28 @@
 """A control: one learned constant a block. What it closes is closed for every image: pruning, learned by gradient."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from cosinegate.gates.decision import Decision
-from cosinegate.gates.gate import Seen, Slot, StaticGate, decided
-from cosinegate.schema import GateConfig
+from cosinegate.gates.decision import Decision, without_cir
+from cosinegate.gates.gate import Gate, Slot
+from cosinegate.schema import ConstantGateConfig
 
 
-class ConstantGate(StaticGate):
+class ConstantGate(Gate):
     """One learned logit, relaxed in training as the others' are."""
 
-    def __init__(self, start: float, opening: nn.Module) -> None:
+    def __init__(self, *, start: float, opening: nn.Module) -> None:
         super().__init__(opening)
         self.logit = nn.Parameter(torch.logit(torch.tensor(start)))
 
     @property
     def constant(self) -> bool:
-        return self.logit.item() > self.turn
+        return self.logit.item() > self.threshold_logit
 
-    def decide(self, seen: Seen) -> Decision:
-        logit = self.logit + self.logit.new_zeros(len(seen))  # a view of a parameter would confuse the FLOP counter
-        return decided(self.opening(logit).gate, logit)
+    def decide(self, x: Tensor, images: Tensor) -> Decision:
+        logit = self.logit + self.logit.new_zeros(len(x))  # a view of a parameter would confuse the FLOP counter
+        return without_cir(self.opening(logit), logit)
 
 
-def make(config: GateConfig, slot: Slot) -> ConstantGate:
-    return ConstantGate(0.5 if config.start is None else config.start, slot.opening())
+def make(config: ConstantGateConfig, slot: Slot) -> ConstantGate:
+    return ConstantGate(start=config.start, opening=slot.opening())

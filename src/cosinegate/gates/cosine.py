@@ -4,63 +4,54 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate import geometry
-from cosinegate.choices import Measure, Polarity
+from cosinegate.choices import Polarity
 from cosinegate.gates.decision import Decision
 from cosinegate.gates.gate import Gate, Slot
 from cosinegate.geometry import Dots
-from cosinegate.schema import GateConfig
+from cosinegate.schema import CosineGateConfig
 
 
 class Controller(nn.Module):
-    """c(x) = W2 ReLU(W1 GAP(x)) (Eq. 12). W2 starts at zero, so that the logit starts as γ·CIR (Eq. 10).
+    """c(x) = W2 ReLU(W1 GAP(x)) (Eq. 12). W2 starts at zero, so that the logit starts as γ·CIR (Eq. 10)."""
 
-    A `leak`, the slope of the ReLU below zero, and a `bias` the paper's does not have.
-    """
-
-    def __init__(self, features: int, hidden: int, leak: float = 0.0, bias: bool = False) -> None:
+    def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
-        self.leak = leak
-        self.w1 = nn.Linear(features, hidden, bias)
-        self.w2 = nn.Linear(hidden, 1, bias)
-        for parameter in self.w2.parameters():
-            nn.init.zeros_(parameter)
+        self.w1 = nn.Linear(channels, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, 1, bias=False)
+        nn.init.zeros_(self.w2.weight)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        return self.w2(nn.functional.leaky_relu(self.w1(pooled), self.leak)).squeeze(1)  # (B,)
+        return self.w2(torch.relu(self.w1(pooled))).squeeze(1)  # (B,)
 
 
 class CosineGate(Gate):
-    """Compares the residual with the identity path; so it needs F(x) before it can say that F(x) was not needed."""
+    """Compares the residual with the identity path, so it needs F(x) before it can close the block."""
 
     decides_first = False
-    compares = True
 
-    def __init__(
-        self,
-        opening: nn.Module,
-        measure: Measure,
-        gamma: float,
-        polarity: Polarity,
-        learnable: bool,
-        controller: Controller | None,
-    ) -> None:
-        super().__init__()
-        start = torch.tensor(abs(gamma) if polarity is Polarity.novelty else gamma)
-        self.gamma = nn.Parameter(start, requires_grad=learnable)
+    def __init__(self, *, opening: nn.Module, gamma: float, learnable: bool, controller: Controller | None) -> None:
+        super().__init__(opening)
+        self.gamma = nn.Parameter(torch.tensor(gamma), requires_grad=learnable)
         self.controller = controller
-        self.opening = opening  # from a logit to how open: a Relaxation or a Quantile
-        self.measure = measure
 
-    def forward(self, x: Tensor, dots: Dots) -> Decision:
-        exact = geometry.measured(self.measure, dots)
+    def compare(self, x: Tensor, dots: Dots) -> Decision:
+        cir = geometry.cir(dots)
         offset = self.controller(geometry.global_average_pool(x)) if self.controller is not None else 0.0
-        logit = self.gamma * (exact + offset)
-        return Decision(self.opening(logit).gate, logit, exact, exact.detach(), torch.ones_like(exact))
+        logit = self.gamma * (cir + offset)
+        return Decision(self.opening(logit), logit, cir)
 
 
-def make(config: GateConfig, slot: Slot) -> CosineGate:
+def signed_gamma(config: CosineGateConfig) -> float:
+    """γ_0 as printed, or +|γ_0| where high CIR opens."""
+    return abs(config.gamma.init) if config.polarity is Polarity.novelty else config.gamma.init
+
+
+def make(config: CosineGateConfig, slot: Slot) -> CosineGate:
     hidden = max(2, slot.channels // config.controller.reduction)
     controller = Controller(slot.channels, hidden) if config.controller.enabled else None
     return CosineGate(
-        slot.opening(), config.measure, config.gamma.init, config.polarity, config.gamma.learnable, controller
+        opening=slot.opening(),
+        gamma=signed_gamma(config),
+        learnable=config.gamma.learnable,
+        controller=controller,
     )

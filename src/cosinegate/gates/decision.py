@@ -1,15 +1,19 @@
-"""What every gate answers: how open, for each sample, and what it looked at."""
+"""What every gate returns: how open it is for each sample, and what it compared."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class Decision(NamedTuple):
-    """What one gate decided for a batch; each (B,)."""
+    """One gate's decision for a batch; each field is (B,)."""
 
     gate: Tensor  # z in training, 0 or 1 in evaluation
     logit: Tensor
-    cir: Tensor  # what stood in the equation: the exact measure, or the one that was predicted
-    exact: Tensor  # the exact measure; not a number where F did not run for every sample
-    agrees: Tensor  # 1 where the exact measure would have decided the same; not a number where it is not known
+    cir: Tensor  # not a number for a gate that does not look at F(x)
+
+
+def without_cir(gate: Tensor, logit: Tensor) -> Decision:
+    """The decision of a gate that does not look at F(x)."""
+    return Decision(gate, logit.expand_as(gate), torch.full_like(gate, torch.nan))

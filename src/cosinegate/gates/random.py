@@ -1,12 +1,12 @@
-"""A control: gates that open at random for a given share of the images, and know nothing of them."""
+"""A control: gates that open at random for a given fraction of the images, and know nothing of them."""
 
 import torch
 from torch import Tensor, nn
 
-from cosinegate.gates.decision import Decision
-from cosinegate.gates.gate import Gate, Seen, Slot, decided
+from cosinegate.gates.decision import Decision, without_cir
+from cosinegate.gates.gate import Gate, Slot
 from cosinegate.relaxation import gumbel_difference
-from cosinegate.schema import GateConfig
+from cosinegate.schema import RandomGateConfig
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # whole numbers of a float's size
 ODD, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
@@ -31,43 +31,35 @@ def fingerprint(images: Tensor) -> Tensor:
     return _mixed(bits + places * _signed(ODD)).sum(1)
 
 
-def uniform(fingerprints: Tensor, place: int) -> Tensor:
-    """(B,) from 0 to 1, for every place another one."""
-    bits = _mixed(_mixed(fingerprints + _signed((place + 1) * ODD % 2**64)))
+def uniform(fingerprints: Tensor, gate_index: int) -> Tensor:
+    """(B,) from 0 to 1, another one for every gate."""
+    bits = _mixed(_mixed(fingerprints + _signed((gate_index + 1) * ODD % 2**64)))
     return ((bits >> 11) & (2**53 - 1)).double() / 2**53
 
 
 class RandomGate(Gate):
-    """In training every step draws anew. In evaluation an image's own bits decide, by their hash and the block's place:
-    the same route in every batch and every run, and of images that are not equal the given share.
+    """In training every step draws anew. In evaluation a hash of the image's own bits and the gate's index decides: the
+    route is the same in every batch and every run.
     """
 
-    ranks = False
-
-    def __init__(self, rate: float, place: int, opening: nn.Module) -> None:
+    def __init__(self, *, rate: float, gate_index: int, opening: nn.Module) -> None:
         super().__init__(opening)
-        self.rate, self.place = rate, place
+        self.rate, self.gate_index = rate, gate_index
 
     @property
-    def turn(self) -> float:
+    def threshold_logit(self) -> float:
         return 0.0
 
-    def begin(self, images: Tensor) -> Tensor:
-        return fingerprint(images)
-
-    def look(self, x: Tensor, seen: Seen) -> Seen:
-        return seen
-
-    def decide(self, seen: Seen) -> Decision:
+    def decide(self, x: Tensor, images: Tensor) -> Decision:
         if self.training:
-            logit = torch.logit(torch.full((len(seen),), self.rate, device=seen.device))
-            return decided((logit + gumbel_difference(logit, self.opening.share) > 0).float(), logit)
-        logit = (self.rate - uniform(seen, self.place)).float()
-        return decided((logit > 0).float(), logit)
+            logit = torch.logit(torch.full((len(x),), self.rate, device=x.device))
+            return without_cir((logit + gumbel_difference(logit, self.opening.share) > 0).float(), logit)
+        logit = (self.rate - uniform(fingerprint(images), self.gate_index)).float()
+        return without_cir((logit > 0).float(), logit)
 
     def extra_repr(self) -> str:
-        return f"rate={self.rate}, place={self.place}"
+        return f"rate={self.rate}, gate_index={self.gate_index}"
 
 
-def make(config: GateConfig, slot: Slot) -> RandomGate:
-    return RandomGate(config.rate, slot.place, slot.opening())
+def make(config: RandomGateConfig, slot: Slot) -> RandomGate:
+    return RandomGate(rate=config.rate, gate_index=slot.gate_index, opening=slot.opening())

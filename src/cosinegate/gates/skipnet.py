@@ -6,8 +6,8 @@ the next one: the same as before it.
 
 from torch import Tensor, nn
 
-from cosinegate.gates.gate import ScoreGate, Seen, Slot, start_open
-from cosinegate.schema import GateConfig
+from cosinegate.gates.gate import ScoreGate, Slot, start_open
+from cosinegate.schema import SkipNetGateConfig
 
 
 def convolutional_score(channels: int) -> nn.Sequential:
@@ -28,11 +28,11 @@ def convolutional_score(channels: int) -> nn.Sequential:
 class SkipNetGate(ScoreGate):
     """Sees the whole map of its block's input: it costs an eighth of a basic block, and that is counted."""
 
-    def look(self, x: Tensor, seen: Seen) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return x
 
 
-def make(config: GateConfig, slot: Slot) -> SkipNetGate:
+def make(config: SkipNetGateConfig, slot: Slot) -> SkipNetGate:
     score = convolutional_score(slot.channels)
     start_open(score[-1], config.start)
     return SkipNetGate(score, slot.opening())

@@ -4,19 +4,18 @@ from collections.abc import Callable
 
 from torch import nn
 
-from cosinegate.choices import Look, Shortcut
+from cosinegate.choices import Shortcut
 from cosinegate.gates import Gate
 from cosinegate.networks.block import ResidualBlock, basic_residual, shortcut_path
 from cosinegate.networks.network import GatedNetwork
 
 
 class ResNet(GatedNetwork):
-    """`make_gate(channels)` makes the next block's gate by the channels that it is shown, or None. `look` says where
-    gates that decide first look, `consistency` whether that term is trained and `detach_target` how.
-    """
+    """`make_gate(channels)` makes the next block's gate, or None, by the channels of the block's input."""
 
     def __init__(
         self,
+        *,
         blocks_per_stage: list[int],
         widths: list[int],
         in_channels: int,
@@ -24,7 +23,6 @@ class ResNet(GatedNetwork):
         shortcut: Shortcut,
         post_activation: bool,
         make_gate: Callable[[int], Gate | None],
-        look: Look,
         consistency: bool,
         detach_target: bool,
     ) -> None:
@@ -34,20 +32,20 @@ class ResNet(GatedNetwork):
         )
         blocks = []
         for stage, (number, outputs) in enumerate(zip(blocks_per_stage, widths, strict=True)):
-            seen = 0  # channels of what a gate of this stage has looked at
             for index in range(number):
                 stride = 2 if stage > 0 and index == 0 else 1
-                shares = look is Look.stage and seen > 0
-                gate = make_gate(seen if shares else inputs)
-                looks = gate is not None and gate.decides_first and not shares
-                seen = inputs if looks else seen
-                path = shortcut_path(shortcut, inputs, outputs, stride)
-                activation = nn.ReLU(inplace=True) if post_activation else nn.Identity()
-                residual = basic_residual(inputs, outputs, stride)
-                blocks.append(ResidualBlock(path, residual, activation, gate, looks, consistency))
+                gate = make_gate(inputs)
+                block = ResidualBlock(
+                    shortcut=shortcut_path(shortcut, inputs, outputs, stride),
+                    residual=basic_residual(inputs, outputs, stride),
+                    activation=nn.ReLU(inplace=True) if post_activation else nn.Identity(),
+                    gate=gate,
+                    consistency=consistency,
+                )
+                blocks.append(block)
                 inputs = outputs
-        super().__init__(stem, blocks, nn.Linear(inputs, num_classes), detach_target)
+        super().__init__(stem=stem, blocks=blocks, head=nn.Linear(inputs, num_classes), detach_target=detach_target)
         for part in [stem, *(part for block in blocks for part in (block.shortcut, block.residual))]:
-            for module in part.modules():  # of gates their makers know best
+            for module in part.modules():  # gates draw their own weights
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

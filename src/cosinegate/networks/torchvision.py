@@ -28,6 +28,7 @@ class TorchvisionResNet(GatedNetwork):
     def __init__(
         self,
         model: torchvision.models.ResNet,
+        *,
         make_gate: Callable[[int], Gate | None],
         consistency: bool,
         detach_target: bool,
@@ -35,11 +36,15 @@ class TorchvisionResNet(GatedNetwork):
         stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
         blocks = []
         for block, _ in residual_blocks(model):
-            gate = make_gate(block.conv1.in_channels)
-            looks = gate is not None and gate.decides_first
-            path = nn.Identity() if block.downsample is None else block.downsample
-            blocks.append(ResidualBlock(path, residual(block), block.relu, gate, looks, consistency))
-        super().__init__(stem, blocks, model.fc, detach_target)
+            one = ResidualBlock(
+                shortcut=nn.Identity() if block.downsample is None else block.downsample,
+                residual=residual(block),
+                activation=block.relu,
+                gate=make_gate(block.conv1.in_channels),
+                consistency=consistency,
+            )
+            blocks.append(one)
+        super().__init__(stem=stem, blocks=blocks, head=model.fc, detach_target=detach_target)
 
 
 def residual(block: BasicBlock | Bottleneck) -> nn.Sequential:
@@ -54,6 +59,7 @@ def residual(block: BasicBlock | Bottleneck) -> nn.Sequential:
 
 def torchvision_resnet(
     name: str,
+    *,
     in_channels: int,
     num_classes: int,
     make_gate: Callable[[int], Gate | None],
@@ -66,4 +72,4 @@ def torchvision_resnet(
         first = model.conv1
         model.conv1 = nn.Conv2d(in_channels, first.out_channels, 7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
-    return TorchvisionResNet(model, make_gate, consistency, detach_target)
+    return TorchvisionResNet(model, make_gate=make_gate, consistency=consistency, detach_target=detach_target)

@@ -10,13 +10,14 @@ from PIL import Image
 
 from cosinegate.analysis.curves import phases
 from cosinegate.analysis.routes import Routes
+from cosinegate.choices import Checkpoint
 from cosinegate.config import is_number
 from cosinegate.console import say
+from cosinegate.deploy.source import is_written_network
 from cosinegate.errors import UserError
-from cosinegate.evaluate import find_routes
+from cosinegate.evaluate import find_routes, load_module
 from cosinegate.foreign import parse_yaml, read_text
 from cosinegate.record import PARTS, Row, found, read_metrics, read_record
-from cosinegate.saved import checkpoint_path, load_checkpoint
 
 BINS = 40  # of CIR
 CURVES = ("train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed", "schedule/prog")
@@ -54,11 +55,11 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
         content["phases"] = phases(rows, warmup if is_number(warmup) else 0)
     if not content["gated"]:
         return content | {"routes": None}
-    if not (folder / "checkpoints" / "last.ckpt").is_file():
+    if not (folder / "checkpoints" / "last.ckpt").is_file() and not is_written_network(folder):
         say(f"{folder} has no checkpoint: its routes are left out")
         return content | {"routes": None}
     which = "best" if record["selected_on"] == "holdout" and record["status"] == "finished" else "last"
-    module, trained = load_checkpoint(checkpoint_path(folder, which))
+    _, module, trained, _ = load_module(str(folder), Checkpoint[which])
     trained.trainer.enable_progress_bar = False  # the page shows one bar over all runs
     routes, data = find_routes(module, trained, limit_batches)
     pixels = data.splits["test"][0].numpy()

@@ -1,0 +1,87 @@
+"""The callbacks that a run's integrity rests on. What a person may switch stands in conf/callbacks."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from omegaconf import DictConfig
+
+from cosinegate.callbacks.checkpoints import Checkpoints
+from cosinegate.callbacks.compiled import CompiledNetwork
+from cosinegate.callbacks.console import EpochLine
+from cosinegate.callbacks.cut import Cut
+from cosinegate.callbacks.epoch_sums import EpochSums
+from cosinegate.callbacks.flops import ExecutedFlops
+from cosinegate.callbacks.gate_statistics import TestRouting
+from cosinegate.callbacks.not_finite import NotFiniteState
+from cosinegate.callbacks.route_collector import RouteCollector
+from cosinegate.callbacks.run_record import RunRecord
+from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut
+from cosinegate.callbacks.training_statistics import TrainingStatistics
+from cosinegate.dynamic import routed_percent
+from cosinegate.loggers import MetricsCSV
+from cosinegate.run_dir import run_stamp
+from cosinegate.schema import seconds
+from cosinegate.stop import StopRequest
+
+
+class KeptCallbacks:
+    """`first` set what training looks at, `last` keep what it came to; `dense_flops` are an image's without gates."""
+
+    def __init__(
+        self, config: DictConfig, folder: Path, facts: dict[str, Any], dense_flops: int, job: str | None
+    ) -> None:
+        self.config, self.metrics, self.stop = config, MetricsCSV(folder), StopRequest()
+        self.record = RunRecord(folder, self.metrics, facts)
+        self.routing, self.executed = TestRouting(), ExecutedFlops(dense_flops)
+        self.compiled, self.limits = CompiledNetwork(dense_flops), _limits(config.trainer)
+        sums = EpochSums()
+        self.first: list[L.Callback] = [
+            Reseed(config.seed),
+            ShareOut(),
+            Anneal(config.gate.get("relaxation")),
+            *self.limits,
+            sums,
+            TrainingStatistics(sums),
+        ]
+        self.last: list[L.Callback] = [
+            self.routing,
+            self.executed,
+            self.compiled,
+            RouteCollector(),
+            self.record,
+            NotFiniteState(folder),
+            EpochLine(job),
+            Checkpoints(folder, self.metrics, self.stop, config.save_minutes, run_stamp(config)),
+        ]
+
+    def finish(self, trainer: L.Trainer, accuracy: float, test_of: str) -> dict[str, Any]:
+        """Writes what the test set showed of the `test_of` epoch (best or last), and returns the record."""
+        summary, compiled = self.routing.summary, self.compiled.found
+        flops = {
+            "counted": summary.mean_gate,
+            "executed": self.executed.executed,
+            "dense_per_image": self.executed.dense,
+        }
+        results = {
+            "mean_gate": summary.mean_gate,
+            "skip_percent": summary.skip_percent,
+            "routed_percent": routed_percent(summary.open.tolist()),
+            "blocks_open": summary.open.tolist(),
+            "dynamic_blocks": summary.dynamic_blocks,
+            "paths": summary.paths,
+            "flops": flops if compiled is None else flops | {"compiled": compiled["executed"]},
+        }
+        results |= {} if compiled is None else {"compiled": compiled}
+        cut = [limit.cut for limit in self.limits if limit.cut]
+        cut += ["overfit_batches"] * (self.config.trainer.overfit_batches > 0)
+        results |= {"cut": {key: self.config.trainer[key] for key in cut}} if cut else {}
+        self.record.finish(trainer, {"test": accuracy, "test_of": test_of}, results)
+        return self.record.record
+
+
+def _limits(trainer: DictConfig) -> list[Cut]:
+    """What ends training before its last epoch, where that was asked for."""
+    if trainer.max_steps == -1 and trainer.max_time is None:
+        return []
+    return [Cut(trainer.max_steps, None if trainer.max_time is None else seconds(trainer.max_time))]

@@ -1,0 +1,60 @@
+"""From a budget to the exits' threshold: FLOPs of the network with its exits, over the network's own."""
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from cosinegate.deploy.exits.fit import pass_through
+from cosinegate.deploy.exits.network import EarlyExitNetwork
+from cosinegate.errors import UserError
+from cosinegate.networks.flops import dense_flops
+
+STEPS = 60  # of the bisection
+ROUNDING = 5e-4  # a budget is given with three digits
+
+
+def set_budget(network: EarlyExitNetwork, budget: float, images: Tensor) -> float:
+    """Sets the threshold at which these images take the budget's FLOPs on the mean. Returns what they take."""
+    logits, costs = exit_logits(network, images), path_costs(network, images[:1])
+    least, most = costs[0].item(), costs[-1].item()
+    if not least - ROUNDING <= budget <= most + ROUNDING:
+        words = f"must lie from {least:.3f} (every image takes the first exit) to {most:.3f} (none takes one)"
+        raise UserError(f"budget = {budget:g}: {words}")
+    below, above = logits.min().item() - 1, logits.max().item() + 1
+    for _ in range(STEPS):
+        middle = (below + above) / 2
+        below, above = (middle, above) if mean_cost(logits, costs, middle) > budget else (below, middle)
+    network.threshold.fill_(above)
+    return mean_cost(logits, costs, network.threshold.item())
+
+
+def exit_logits(network: EarlyExitNetwork, images: Tensor) -> Tensor:
+    """(B, E): the logit of every image at every exit, had none exited before."""
+    passed = pass_through(network.network, network.after, images)
+    with torch.no_grad():
+        columns = [network.exit_after(index).answer(passed.statistics[index])[1] for index in network.after]
+    return torch.stack(columns, dim=1)
+
+
+def mean_cost(logits: Tensor, costs: Tensor, threshold: float) -> float:
+    """What images with these logits (B, E) cost on the mean; `costs` (E + 1,) are those of the paths."""
+    exited = torch.cat((logits <= threshold, logits.new_ones(len(logits), 1, dtype=torch.bool)), dim=1)
+    return costs[exited.int().argmax(1)].mean().item()  # the first exit that is taken, or the network's end
+
+
+@torch.no_grad()
+def path_costs(network: EarlyExitNetwork, image: Tensor) -> Tensor:
+    """(E + 1,): FLOPs of an image that takes each exit, and of one that takes none, over the network's own."""
+    meta, spent = copy.deepcopy(network).to("meta").eval(), []
+    _, channels, height, width = image.shape
+    with FlopCounterMode(display=False) as counter:
+        for step in meta.network.walk(torch.empty(1, channels, height, width, device="meta")):
+            if (at := meta.exit_after(step.index)) is not None:
+                at(step.y)
+                spent.append(counter.get_total_flops())
+        meta.network.classify(step.y)
+    own = dense_flops(network.network, (height, width, channels))
+    costs = torch.tensor([*spent, counter.get_total_flops()], dtype=torch.float64) / own
+    return costs

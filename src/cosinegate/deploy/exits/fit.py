@@ -1,0 +1,118 @@
+"""Fits exits to a frozen network: each exit's classifier first, then its policy."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cosinegate import geometry
+from cosinegate.deploy.exits.network import Exit, uncertainty
+from cosinegate.errors import UserError
+from cosinegate.networks import GatedNetwork
+
+CHUNK = 250  # images at a time
+BATCH, RATE, DECAY = 512, 0.01, 1e-4  # Adam, its rate annealed to zero along a cosine
+PASSES, LEAST_STEPS = 10, 300
+
+
+class Passed(NamedTuple):
+    """What images are after each of E blocks, and at the network's end."""
+
+    statistics: dict[int, Tensor]  # by block, (B, 3C)
+    scores: Tensor  # (B, K) of the whole network
+
+
+@torch.no_grad()
+def pass_through(network: GatedNetwork, after: list[int], images: Tensor) -> Passed:
+    """One pass of the images through the network: pooled statistics after these blocks, and the class scores."""
+    was_training = network.training
+    network.eval()
+    statistics: dict[int, list[Tensor]] = {index: [] for index in after}
+    scores, like = [], next(network.parameters())
+    for part in images.split(CHUNK):
+        for step in network.walk(part.to(like)):
+            if step.index in statistics:
+                statistics[step.index].append(geometry.pooled_statistics(step.y))
+        scores.append(network.classify(step.y))
+    network.train(was_training)
+    return Passed({index: torch.cat(parts) for index, parts in statistics.items()}, torch.cat(scores))
+
+
+@torch.no_grad()
+def default_exits(network: GatedNetwork, image: Tensor) -> list[int]:
+    """Every block of the last stage after which another one follows, for images like this one (1, C, H, W)."""
+    shapes = [step.y.shape for step in network.walk(image.to(next(network.parameters())))]
+    last_stage = [index for index, shape in enumerate(shapes) if shape == shapes[-1]]
+    return [index for index in last_stage if may_exit_after(network, index)]
+
+
+def may_exit_after(network: GatedNetwork, index: int) -> bool:
+    """Whether the block runs, and one that follows it does too."""
+    runs = [block.residual is not None for block in network.blocks]
+    return runs[index] and any(runs[index + 1 :])
+
+
+def fit_exits(network: GatedNetwork, after: list[int], images: Tensor, labels: Tensor) -> dict[int, Exit]:
+    """An exit after each of these blocks, fitted to images (B, C, H, W) and their labels (B,)."""
+    for index in after:
+        if not 0 <= index < len(network.blocks) or not may_exit_after(network, index):
+            fitting = [i for i in range(len(network.blocks)) if may_exit_after(network, i)]
+            raise UserError(f"after = {after}: block {index} has no exit to stand after it; must be among {fitting}")
+    passed = pass_through(network, after, images)
+    exits = {}
+    for index in after:
+        statistics = passed.statistics[index]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            at = Exit(channels=statistics.shape[1] // 3, num_classes=network.num_classes).to(statistics)
+        _fit_classifier(at.classifier, statistics, passed.scores, labels)
+        _fit_policy(at, statistics, passed.scores)
+        exits[index] = at.eval().requires_grad_(False)
+    return exits
+
+
+def _fit_classifier(classifier: nn.Sequential, statistics: Tensor, scores: Tensor, labels: Tensor) -> None:
+    """To the labels, and to the scores of the whole network."""
+    teacher = scores.log_softmax(1)
+
+    def error(inputs: Tensor, chosen: Tensor) -> Tensor:
+        own = classifier(inputs)
+        taught = F.kl_div(own.log_softmax(1), teacher[chosen], reduction="batchmean", log_target=True)
+        return F.cross_entropy(own, labels[chosen]) + taught
+
+    _minimise(classifier, statistics, error, DECAY)
+
+
+def _fit_policy(at: Exit, statistics: Tensor, scores: Tensor) -> None:
+    """To whether the whole network answers otherwise than the exit."""
+    with torch.no_grad():
+        own = at.classifier(statistics)
+    features = torch.cat((statistics, uncertainty(own)), dim=1)
+    changes = (own.argmax(1) != scores.argmax(1)).to(features.dtype)
+
+    def error(inputs: Tensor, chosen: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(at.policy(inputs).squeeze(1), changes[chosen])
+
+    _minimise(at.policy, features, error, 0.0)
+
+
+def _minimise(layers: nn.Sequential, features: Tensor, error: Callable[[Tensor, Tensor], Tensor], decay: float) -> None:
+    """Fits on features of mean 0 and deviation 1; afterwards the first layer does the scaling itself."""
+    mean, deviation = features.mean(0), features.std(0, correction=0).clamp_min(1e-3)
+    batch = min(BATCH, len(features))
+    steps = max(LEAST_STEPS, round(PASSES * len(features) / batch))
+    adam = torch.optim.Adam(layers.parameters(), RATE, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        chosen = torch.randint(len(features), (batch,), generator=generator).to(features.device)
+        adam.zero_grad()
+        error((features[chosen] - mean) / deviation, chosen).backward()
+        adam.step()
+        schedule.step()
+    first = layers[0]
+    with torch.no_grad():
+        first.weight /= deviation
+        first.bias -= first.weight @ mean

@@ -1,0 +1,105 @@
+"""What a deployment command starts from: a trained network, its config and its data, by a run's or a card's folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+from torch import Tensor
+
+from cosinegate.build import dense_network, reference_flops, reference_network
+from cosinegate.choices import Checkpoint, Dynamic, Validation
+from cosinegate.data.module import ImageData
+from cosinegate.deploy.card import Network, actions_of, is_card_folder, read_network
+from cosinegate.deploy.compile import Action, Changes, compile_gates
+from cosinegate.deploy.exits import EarlyExitNetwork
+from cosinegate.deploy.fold import folded
+from cosinegate.errors import UserError
+from cosinegate.load import chosen_path, load_checkpoint, run_folder_of
+from cosinegate.networks import GatedNetwork
+from cosinegate.networks.flops import dense_flops
+
+
+@dataclass
+class Source:
+    """`network` is as it was trained or written; `path` is the checkpoint's, or the card's folder."""
+
+    path: Path
+    config: DictConfig
+    network: Network
+    data: ImageData
+    actions: list[Action] | None = None  # what compiling did to each block
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, or the card's."""
+        return self.path if self.path.is_dir() else run_folder_of(self.path)
+
+    @property
+    def dense_flops(self) -> int:
+        """FLOPs for one image of the network as it was trained, without its gates."""
+        return dense_flops(dense_network(self.config), self.data.image_set.shape)
+
+    @property
+    def reference_flops(self) -> int:
+        """FLOPs for one image of the dense network of the config's depth and width."""
+        return reference_flops(self.config)
+
+    def held_out(self) -> Tensor:
+        """Images that gates run on and thresholds are set by: never the test set's."""
+        return self.data.held_out()[0]
+
+    @property
+    def held_out_words(self) -> str:
+        kept = self.config.data.validation is Validation.holdout
+        return "held-out images" if kept else "training images, for the run kept none aside"
+
+    def compile(self, dynamic: Dynamic, tolerance: float) -> tuple[Network, Changes | None]:
+        """The network without what its gates have settled; one without gates stays as it is."""
+        if isinstance(self.network, EarlyExitNetwork) or not self.network.has_gates:
+            return self.network, None
+        compiled, changes = compile_gates(self.network, self.held_out(), dynamic, tolerance)
+        self.actions = actions_of(changes)
+        return compiled, changes
+
+    def dense(self) -> GatedNetwork:
+        """The network that times are ratios to, with BatchNorm folded."""
+        return folded(reference_network(self.config))
+
+
+def load_source(
+    run: str, checkpoint: Checkpoint | None = None, root: str | None = None, data_folder: str | None = None
+) -> Source:
+    """The network of a run's folder, a checkpoint, or a folder of an export or of exits, with its data."""
+    actions = None
+    if is_written_network(Path(run)):
+        card, network, config = read_network(run)
+        names, path = card["network"]["actions"], Path(run)
+        actions = None if names is None else [Action[name] for name in names]
+    else:
+        path = chosen_path(run, checkpoint)
+        module, config = load_checkpoint(path)
+        network = module.network.eval()
+    config.data.root, config.data.folder = root or config.data.root, data_folder or config.data.folder
+    data = ImageData(config.data, config.seed)
+    data.setup()
+    return Source(path, config, network, data, actions)
+
+
+def is_written_network(run: Path) -> bool:
+    """Whether a folder holds an export or exits, and no checkpoints of a run."""
+    return is_card_folder(run) and not (run / "checkpoints").exists()
+
+
+def is_the_records(checkpoint: Path) -> bool:
+    """Whether a checkpoint is the one that its run's record has the test accuracy of."""
+    if checkpoint.is_dir():
+        return (checkpoint / "record.json").exists()
+    folder = run_folder_of(checkpoint)
+    return (folder / "record.json").exists() and checkpoint.samefile(chosen_path(str(folder), None))
+
+
+def require_something_to_deploy(source: Source) -> None:
+    """Ends with one line for a dense run without exits."""
+    is_dense_run = source.actions is None and not isinstance(source.network, EarlyExitNetwork)
+    if is_dense_run and not source.network.has_gates:
+        raise UserError(f"{source.path}: a dense network has no gates, so there is nothing to compile")

@@ -1,0 +1,53 @@
+"""FLOPs of what really runs, as torch's own counter sees it: convolutions, matrix products, the gate's dot products.
+
+`counted` is the paper's figure, the mean gate. `executed` is measured over the whole network, stem, head and gates
+included, and divided by the FLOPs of the same network without gates. The two differ wherever a block is computed and
+then multiplied by zero.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from cosinegate.networks.network import GatedNetwork
+
+
+@torch.no_grad()
+def forward_flops(network: torch.nn.Module, images: Tensor) -> int:
+    """FLOPs of one evaluation pass over the images."""
+    was_training = network.training
+    network.eval()
+    with FlopCounterMode(display=False) as counter:
+        network(images)
+    network.train(was_training)
+    return counter.get_total_flops()
+
+
+def dense_flops(network: GatedNetwork, shape: tuple[int, int, int]) -> int:
+    """FLOPs for one image (H, W, C) of the same network without its gates, counted on shapes alone."""
+    dense = copy.deepcopy(network).to("meta")
+    for block in dense.blocks:
+        block.gate = None
+    return forward_flops(dense, _image(shape))
+
+
+@torch.no_grad()
+def block_flops(network: GatedNetwork, shape: tuple[int, int, int]) -> Tensor:
+    """(N,): FLOPs of every block's residual for one image (H, W, C); a block without a residual has none."""
+    meta = copy.deepcopy(network).to("meta").eval()
+    for block in meta.blocks:
+        block.gate = None
+    flops = []
+    for step in meta.walk(_image(shape)):
+        with FlopCounterMode(display=False) as counter:
+            if step.block.residual is not None:
+                step.block.residual(step.x)
+        flops.append(counter.get_total_flops())
+    return torch.tensor(flops, dtype=torch.float32)
+
+
+def _image(shape: tuple[int, int, int]) -> Tensor:
+    height, width, channels = shape
+    return torch.empty(1, channels, height, width, device="meta")

@@ -1,0 +1,17 @@
+"""Give a trained network early exits: `python src/exits.py run=runs/resnet20/<run> budgets=[0.7]`."""
+
+from omegaconf import DictConfig
+
+from cosinegate import cli
+from cosinegate.config import require
+
+
+def task(config: DictConfig) -> None:
+    require(config)
+    from cosinegate.deploy.exits.command import exits, show
+
+    show(exits(config))
+
+
+if __name__ == "__main__":
+    cli.run(task, "exits")
