@@ -13,7 +13,7 @@ from warm import Started, draw_no_curves, serve_commands
 from xdist.scheduler import LoadScopeScheduling
 
 import cosinegate.config  # noqa: F401 (registers the schema)
-from cosinegate import cli, run
+from cosinegate import cli, train
 from cosinegate.data.loader import Normalisation
 
 ROOT = Path(__file__).parents[1]
@@ -23,13 +23,13 @@ config = cli.compose  # the config that a command line with these overrides woul
 
 # begun first, so that no worker ends long after the others
 LONGEST = ["processors", "ranges", "deploy_commands", "compile", "launchers", "report", "wandb", "onnx", "processes"]
-LONGEST += ["gates", "train", "resume", "search", "faults", "fault_commands", "experiments", "exits", "predictive"]
-LONGEST += ["trunk", "peers", "pareto", "sweeps", "run_folder"]
+LONGEST += ["gates", "train", "resume", "search", "faults", "fault_commands", "experiments", "exits", "peers"]
+LONGEST += ["pareto", "sweeps", "run_folder"]
 
 # what computes: a processor's way to add must not show (make test-processors)
-NUMERIC = ["calibration", "compile", "deploy", "deploy_commands", "evaluate", "exits", "experiments", "flops", "gates"]
-NUMERIC += ["full_path", "gate_equations", "gate_fit", "geometry", "losses", "network", "objective", "onnx", "routes"]
-NUMERIC += ["predictive", "processes", "relaxation", "resume", "runtime", "skip_cost", "torchvision", "trunk"]
+NUMERIC = ["compile", "deploy", "deploy_commands", "evaluate", "exits", "experiments", "flops", "gate_equations"]
+NUMERIC += ["gates", "geometry", "losses", "network", "objective", "onnx", "processes", "relaxation", "resume"]
+NUMERIC += ["routes", "runtime", "torchvision"]
 
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
@@ -135,7 +135,7 @@ def in_double(monkeypatch) -> str:
     """The override that trains in double precision, here from the first draw on, so that every processor has the same
     figures: float32 weights and pixels differ in their last digit, and steps at a rate of 0.1 magnify it.
     """
-    build = run.build_module
+    build = train.build_module
 
     def build_in_double(config):
         torch.set_default_dtype(torch.float64)
@@ -147,6 +147,6 @@ def in_double(monkeypatch) -> str:
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         return (pixels.double() * self.scale + self.shift).permute(0, 3, 1, 2)
 
-    monkeypatch.setattr(run, "build_module", build_in_double)
+    monkeypatch.setattr(train, "build_module", build_in_double)
     monkeypatch.setattr(Normalisation, "__call__", normalise)
     return "trainer.precision=64-true"
