@@ -10,7 +10,7 @@ X ?= counted
 ARGS ?=
 KILLS ?= 50
 
-.PHONY: run-is-missing help setup quickstart train data pareto table report dashboard export calibrate bench-deploy test browser test-slow test-processors test-data soak bench clean
+.PHONY: run-is-missing help setup quickstart train data pareto table report dashboard export exits bench-deploy test browser test-slow test-processors test-data soak bench clean
 
 comma := ,
 space := $(subst ,, )
@@ -54,17 +54,17 @@ report: setup ## one HTML file about a run: make report RUN=runs/mnist/<run>, or
 dashboard: setup ## save the W&B workspace of the project (needs an account)
 	$(BIN)/python src/dashboard.py $(ARGS)
 
-export: $(if $(RUN),setup,run-is-missing) ## ONNX, int8 and safetensors of a run: make export RUN=runs/predictive_balanced/<run>
+export: $(if $(RUN),setup,run-is-missing) ## ONNX, int8 and safetensors of a run: make export RUN=runs/balanced/<run>
 	$(BIN)/python src/export.py run=$(RUN) $(ARGS)
 
-calibrate: $(if $(RUN),setup,run-is-missing) ## one checkpoint at many budgets: make calibrate RUN=runs/predictive_balanced/<run>
-	$(BIN)/python src/calibrate.py run=$(RUN) $(ARGS)
+exits: $(if $(RUN),setup,run-is-missing) ## give a trained run early exits: make exits RUN=runs/resnet20/<run> ARGS='budgets=[0.7]'
+	$(BIN)/python src/exits.py run=$(RUN) $(ARGS)
 
 bench-deploy: $(if $(RUN),setup,run-is-missing) ## time a run's deployed forms against the dense network: make bench-deploy RUN=...
 	$(BIN)/python src/benchmark.py run=$(RUN) $(ARGS)
 
 run-is-missing:
-	@echo "RUN= is missing: name a run's folder, as in RUN=runs/predictive_balanced/<run>" >&2; exit 2
+	@echo "RUN= is missing: name a run's folder, as in RUN=runs/balanced/<run>" >&2; exit 2
 
 test: setup browser ## lint, and every test that needs no download
 	$(BIN)/ruff check src tests
@@ -88,7 +88,7 @@ soak: setup ## kill a run KILLS times, anywhere, and compare what it ends with
 	KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s tests/test_soak.py $(ARGS)
 
 bench: setup ## measure training speed as ratios, into results/bench
-	$(BIN)/python src/bench.py $(ARGS)
+	$(BIN)/python src/training_speed.py $(ARGS)
 
 clean: ## remove .venv and caches; data and runs stay
 	rm -rf .venv .pytest_cache .ruff_cache src/*.egg-info
