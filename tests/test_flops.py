@@ -24,7 +24,7 @@ def by_hand(depth=20, width=16) -> int:
 def test_dense_flops_are_those_of_a_count_by_hand():
     dense = build_network(config("gate=none"))
     assert dense_flops(dense, SHAPE) == forward_flops(dense, torch.zeros(1, 3, 32, 32)) == by_hand()
-    for gate in ("gate=cosine", "gate=predictive"):
+    for gate in ("gate=cosine", "gate=skipnet"):
         assert dense_flops(build_network(config(gate)), SHAPE) == by_hand()
 
 

@@ -124,3 +124,21 @@ def test_channels_last_equals_contiguous_and_is_not_copied(rng):
     torch.testing.assert_close(geometry.global_average_pool(last[0]), s.mean((2, 3)))
     mixed = dot_products(last[0], r)[2]  # a layout that differs between the two must not shuffle the pairs
     torch.testing.assert_close(mixed.b, dot_products(s, r)[2].b)
+
+
+def slow_statistics(x: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for sample in x.double():
+        pixels = [channel.flatten() for channel in sample]
+        mean = [sum(p) / len(p) for p in pixels]
+        std = [torch.sqrt(sum((p - m) ** 2) / len(p)) for p, m in zip(pixels, mean, strict=True)]
+        rows.append(torch.stack([*mean, *std, *(max(p) for p in pixels)]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_statistics_are_mean_deviation_and_maximum(layout, rng):
+    x = torch.randn(3, 4, 5, 6, generator=rng).to(memory_format=layout)
+    found = geometry.pooled_statistics(x)
+    torch.testing.assert_close(found.double(), slow_statistics(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(geometry.pooled_statistics(torch.full((1, 2, 3, 3), 0.1))[0, 2:4], torch.zeros(2))

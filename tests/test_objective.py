@@ -42,7 +42,7 @@ def test_network_and_objective_equal_algorithm_1_with_their_gradients(monkeypatc
     total.backward()
 
     for found, expected in zip(
-        (*fast[:4], output.routing.gates, output.routing.cir), (total, ce, cons, flops, gates, cirs), strict=True
+        (*fast, output.routing.gates, output.routing.cir), (total, ce, cons, flops, gates, cirs), strict=True
     ):
         torch.testing.assert_close(found, expected)
     assert flops > 0
@@ -59,7 +59,7 @@ def test_prog_rises_to_one_over_the_warmup(t, warmup, value):
 
 def output_with(gates: torch.Tensor) -> Output:
     zeros = torch.zeros_like(gates)
-    return Output(torch.zeros(len(gates), 10), Routing(gates, zeros, zeros, zeros, zeros, zeros))
+    return Output(torch.zeros(len(gates), 10), Routing(gates, zeros, zeros, zeros))
 
 
 def test_penalty_is_one_sided_and_scaled_by_prog():
@@ -74,8 +74,12 @@ def test_penalty_is_one_sided_and_scaled_by_prog():
 
 def test_flops_weighting_counts_a_block_by_its_cost():
     gates = torch.tensor([[1.0, 0.0, 0.0]])
-    assert Objective(1, 0, 0.5).mean_gate(gates).item() == pytest.approx(1 / 3)
-    assert Objective(1, 0, 0.5, torch.tensor([2.0, 1.0, 1.0])).mean_gate(gates).item() == pytest.approx(0.5)
+    alike, by_cost = (
+        Objective(lambda_flops=1, lambda_cons=0, tau_target=0.5, block_weights=weights)
+        for weights in (None, torch.tensor([2.0, 1.0, 1.0]))
+    )
+    assert alike.mean_gate(gates).item() == pytest.approx(1 / 3)
+    assert by_cost.mean_gate(gates).item() == pytest.approx(0.5)
     module = build_module(config("objective.weighting=flops"))
     weights = module.objective.block_weights
     assert weights.shape == (9,)
@@ -84,7 +88,8 @@ def test_flops_weighting_counts_a_block_by_its_cost():
 
 
 def test_dense_network_has_cross_entropy_alone():
-    losses = Objective(1.0, 1.0, 0.5)(Output(torch.zeros(2, 10), None), torch.tensor([0, 1]))
+    objective = Objective(lambda_flops=1.0, lambda_cons=1.0, tau_target=0.5)
+    losses = objective(Output(torch.zeros(2, 10), None), torch.tensor([0, 1]))
     assert losses.total == losses.ce
     assert losses.cons == losses.flops == 0
 
@@ -103,7 +108,9 @@ def _penalty_gradient(rank: int, address: str, gates: torch.Tensor, found) -> No
 
 
 def test_a_two_sided_penalty_pushes_up_as_well():
-    one, two = (Objective(1.0, 0.0, 0.5, sided=sided) for sided in (Sided.one, Sided.two))
+    one, two = (
+        Objective(lambda_flops=1.0, lambda_cons=0.0, tau_target=0.5, sided=sided) for sided in (Sided.one, Sided.two)
+    )
     for objective in (one, two):
         objective.prog = 1.0
     below, above = torch.full((4, 3), 0.2), torch.full((4, 3), 0.8)
