@@ -20,7 +20,7 @@ def task(config: DictConfig) -> None:
     from cosinegate.deploy import benchmark, benchmark_table, export
 
     where = f"run={run_folder(config)}"
-    if run.train(config)["gate"] == "none":
+    if run.train(config).gate == "none":
         return console.say("a dense network has no gates, so there is nothing to compile")
     card = export.export(cli.compose(where, "threads=1", config_name="export"))
     export.show(card)

@@ -182,7 +182,7 @@ def test_equal_logits_do_not_make_the_gradient_explode(rng):
 )
 def test_it_trains_with_the_debug_trainer_and_in_other_precisions(overrides, tmp_path):
     pressed = ("objective.start_epoch=0", "objective.warmup_epochs=0", "trainer.limit_train_batches=3", "threads=1")
-    assert train(config(*SMALL, *overrides, *pressed, f"runs_dir={tmp_path}"))["status"] == "finished"
+    assert train(config(*SMALL, *overrides, *pressed, f"runs_dir={tmp_path}")).status == "finished"
 
 
 def test_the_best_epoch_is_one_at_the_budget(tmp_path, monkeypatch, capsys):
@@ -190,12 +190,12 @@ def test_the_best_epoch_is_one_at_the_budget(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LitCosineGate, "_log_accuracy", falling_accuracy)
     late = ("trainer.max_epochs=4", "objective.start_epoch=1", "objective.warmup_epochs=1", "data.validation=holdout")
     record = train(config(*SMALL, *late, "trainer.limit_train_batches=3", "threads=1", f"runs_dir={tmp_path}"))
-    assert record["accuracy"]["best_epoch"] == 3  # prog is 0, 0, 1, 1
-    assert record["mean_gate"] < 0.9
+    assert record.accuracy.best_epoch == 3  # prog is 0, 0, 1, 1
+    assert record.mean_gate < 0.9
     never = ("trainer.limit_train_batches=2", "objective.start_epoch=9", "threads=1")
     capsys.readouterr()
     early = train(config(*SMALL, *late, *never, f"runs_dir={tmp_path}"))
-    assert early["accuracy"]["test_of"] == "last"
+    assert early.accuracy.test_of == "last"
     said = "start_epoch = 9 and trainer.max_epochs = 4: this run ends before its gates are asked for their budget"
     assert said in " ".join(capsys.readouterr().out.split())
 
@@ -282,8 +282,8 @@ def test_training_logs_how_well_it_predicts(tmp_path):
     assert "predict/r2_block_00" not in last
     assert "cir/block_00" not in last
     assert "cir/block_01" in last
-    assert (record["signal"], record["calibration"]) == ("predicted", "quantile")
-    assert record["flops"]["executed"] < 0.9
+    assert (record.signal, record.calibration) == ("predicted", "quantile")
+    assert record.flops.executed < 0.9
 
 
 def test_statistics_are_standardised_by_the_moments_of_the_batches_so_far(rng):

@@ -176,7 +176,7 @@ def tried(base: DictConfig, chosen: list[tuple[str, Any]], folder: Path) -> list
 def is_refused(wanted: DictConfig) -> bool:
     """Whether training ends with a line. Where it does not, its record is whole."""
     try:
-        record = train(wanted)
+        record = train(wanted).as_dict()
     except UserError as error:
         return one_line(str(error))
     finally:

@@ -69,9 +69,9 @@ def test_it_trains_through_the_program_and_is_compiled_and_exported(network, gat
     chosen = config(f"network={network}", f"gate={gate}", f"objective={objective}", *short, f"runs_dir={tmp_path}")
     record = train(chosen)
     blocks = {"resnet18": 8, "resnet50": 16}[network]
-    assert (record["status"], record["network"]) == ("finished", f"torchvision-{network}")
-    assert len(record["blocks_open"]) == blocks
-    assert record["compiled"]["same_class"] <= record["compiled"]["images"] == 359
+    assert (record.status, record.network) == ("finished", f"torchvision-{network}")
+    assert len(record.blocks_open) == blocks
+    assert record.compiled.same_class <= record.compiled.images == 359
     card = export(config(f"run={chosen.run_dir}", "threads=1", "images=20", "dynamic=round", config_name="export"))
     assert card["compiled"]["computed"] == card["forms"]["compiled"]["blocks"]
     for name in ("runtime", "network.onnx"):

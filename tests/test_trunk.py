@@ -41,17 +41,17 @@ def test_the_trunk_stays_as_it_is_and_its_exits_are_as_good(dense, tmp_path):
     record, folder = trained(tmp_path, *EXITS, f"trunk={of_dense}")
     trunk, now = weights(of_dense), weights(folder)
     assert all(torch.equal(now[name], value) for name, value in trunk.items())  # moments of BatchNorm as well
-    assert record["trunk"] | {"run": None, "sha256": None} == {
+    assert record.trunk.as_dict() | {"run": None, "sha256": None} == {
         "run": None,
         "sha256": None,
         "checkpoint": "best",
-        "identity": before["identity"],
+        "identity": before.identity,
         "seed": 0,
         "epochs": 3,
     }
-    assert record["flops"]["executed"] < 0.9  # of a network so small the looks are a tenth
-    assert record["dynamic_blocks"] == 3
-    assert record["accuracy"]["test"] > before["accuracy"]["test"] - 0.03
+    assert record.flops.executed < 0.9  # of a network so small the looks are a tenth
+    assert record.dynamic_blocks == 3
+    assert record.accuracy.test > before.accuracy.test - 0.03
     born = build_module(config(*EXITS, f"trunk={of_dense}")).network.state_dict()
     learned = [name for name, value in now.items() if not torch.equal(value, born[name]) and name not in trunk]
     for part in ("predictor", "standardise", "controller", "own", "threshold"):
@@ -59,8 +59,8 @@ def test_the_trunk_stays_as_it_is_and_its_exits_are_as_good(dense, tmp_path):
     assert Run(folder, record, {}).family[2] == 3  # it stands beside its trunk in a figure
     file = of_dense / "checkpoints" / "best.ckpt"
     by_file, _ = trained(tmp_path, *EXITS, f"trunk={file}")
-    assert by_file["trunk"] == record["trunk"] | {"run": str(file)}
-    assert by_file["accuracy"] == record["accuracy"]
+    assert by_file.trunk == record.trunk.replace(run=str(file))
+    assert by_file.accuracy == record.accuracy
 
 
 def test_runs_of_several_seeds_from_trunks_of_theirs_are_one_configuration():
@@ -96,7 +96,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_trunk_held(dense, tmp_path, mon
     away = dense[1].rename(tmp_path / "away")  # its own checkpoint has all that it needs
     record, resumed = trained(tmp_path / "stopped", *two)
     away.rename(dense[1])
-    assert record["trunk"] == before["trunk"]
+    assert record.trunk == before.trunk
     expected = weights(whole, "last")
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed, "last").items())
 
@@ -130,10 +130,10 @@ def test_a_trunk_with_gates_or_half_trained_is_refused(dense, tmp_path):
         trained(tmp_path, *EXITS, f"trunk={gated}")
     half = tmp_path / "half"
     shutil.copytree(dense[1], half)
-    write_record(half, dense[0] | {"status": "stopped"})
+    write_record(half, dense[0].replace(status="stopped"))
     with pytest.raises(UserError, match=r"half: is not trained to its end \(stopped\)"):
         trained(tmp_path, *EXITS, f"trunk={half}")
     stored = torch.load(half / "checkpoints" / "last.ckpt", weights_only=True)
     torch.save(stored | {"epoch": 1}, half / "checkpoints" / "early.ckpt")
     record, _ = trained(tmp_path, *EXITS, f"trunk={half / 'checkpoints' / 'early.ckpt'}")
-    assert record["trunk"]["epochs"] == 2  # that it was trained for, not that were planned
+    assert record.trunk.epochs == 2  # that it was trained for, not that were planned

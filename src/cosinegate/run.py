@@ -50,7 +50,7 @@ from cosinegate.files import write_atomically
 from cosinegate.lock import locked
 from cosinegate.loggers import MetricsCSV, failing_quietly
 from cosinegate.memory import keep_freed_memory
-from cosinegate.record import found, read_record
+from cosinegate.record import Record, read_record
 from cosinegate.resume import ResumePoint, best_checkpoint, find_resume_point
 from cosinegate.routing import RoutingSummary
 from cosinegate.run_dir import link_latest, own_record, remove_scraps, run_stamp
@@ -66,7 +66,7 @@ CLUSTER = ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "LSB_JOBID")  #
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
+def train(config: DictConfig, job: str | None = None) -> Record:
     """Trains, evaluates with hard gates, and gives the run's record. A finished run is left as it is.
 
     `job` says which of several jobs this is; then whoever started them shows the results.
@@ -152,7 +152,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
                 trainer.fit(module, datamodule=data, ckpt_path=point.path, weights_only=True)
                 held_out = config.data.validation is Validation.holdout
                 chosen = best_checkpoint(folder, metrics.rows, module) if held_out else None
-                record.record |= _cut(config.trainer, limits)
+                record.record = record.record.replace(**_cut(config.trainer, limits))
                 (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         except BaseException as error:
             _finish_wandb(exit_code=error.code if isinstance(error, Stopped) else 1)
@@ -180,7 +180,7 @@ def _cut(trainer: DictConfig, limits: list[Cut]) -> dict[str, Any]:
     return {"cut": {key: trainer[key] for key in keys}} if keys else {}
 
 
-def _try_a_few_batches(config: DictConfig) -> dict[str, Any]:
+def _try_a_few_batches(config: DictConfig) -> Record:
     """Trains, validates and tests a few batches through everything that a run goes through, in a folder that goes."""
     batches = int(config.trainer.fast_dev_run)
     short = {f"limit_{stage}_batches": batches for stage in ("train", "val", "test")}
@@ -327,10 +327,11 @@ def _gates_and_flops(summary: RoutingSummary, executed: ExecutedFlops, compiled:
     } | ({} if compiled.found is None else {"compiled": compiled.found})
 
 
-def _earlier(key: str, folder: Path, before: dict[str, Any] | None) -> dict[str, Any] | None:
+def _earlier(key: str, folder: Path, before: Record | None) -> dict[str, Any] | None:
     """Whose weights a run that goes on was given, by its record: its own checkpoint has them by now."""
     goes_on = any((folder / "checkpoints" / name).exists() for name in (LAST, PREVIOUS))
-    return before.get(key) if before is not None and goes_on else None
+    taken = getattr(before, key, None) if goes_on else None
+    return None if taken is None else taken.as_dict()
 
 
 def _clear(folder: Path, point: ResumePoint) -> None:
@@ -343,8 +344,8 @@ def _clear(folder: Path, point: ResumePoint) -> None:
     remove_scraps(folder)
 
 
-def _is_finished(record: dict[str, Any] | None) -> bool:
-    return record is not None and record["status"] == "finished"
+def _is_finished(record: Record | None) -> bool:
+    return record is not None and record.status == "finished"
 
 
 def _say_where_no_budget_is_asked_for(config: DictConfig) -> None:
@@ -370,7 +371,7 @@ def _say_where_another_schedule_is(config: DictConfig, folder: Path) -> None:
     if config.weights is not None:
         return
     others = sorted(folder.parent.glob(f"*-s{config.seed}"))[:MOST_LOOKED_AT]
-    planned = {found(record, "epochs.planned") for other in others if (record := _finished_record(other))}
+    planned = {record.epochs.planned for other in others if (record := _finished_record(other))}
     for epochs in planned - {config.trainer.max_epochs, None}:
         other = run_folder(OmegaConf.merge(config, {"run_dir": None, "trainer": {"max_epochs": epochs}}))
         if _finished_record(other):
@@ -379,7 +380,7 @@ def _say_where_another_schedule_is(config: DictConfig, folder: Path) -> None:
             return
 
 
-def _finished_record(folder: Path) -> dict[str, Any] | None:
+def _finished_record(folder: Path) -> Record | None:
     try:
         record = read_record(folder)
     except UserError:
@@ -387,7 +388,7 @@ def _finished_record(folder: Path) -> dict[str, Any] | None:
     return record if _is_finished(record) else None
 
 
-def _say_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _say_finished(record: Record, folder: Path) -> Record:
     console.say(f"this run is finished; nothing was done. To train it again, change seed or move {folder} away")
     console.show_record(record, folder)
     return record

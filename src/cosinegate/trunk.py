@@ -11,7 +11,7 @@ from cosinegate.config import leaves, primitives
 from cosinegate.errors import UserError
 from cosinegate.foreign import first_line
 from cosinegate.lit import LitCosineGate
-from cosinegate.record import found, read_record
+from cosinegate.record import read_record
 from cosinegate.saved import chosen_path, load_checkpoint, run_folder_of
 
 ALIKE = ("network", "data.name", "data.validation", "data.holdout", "data.mean", "data.std")
@@ -38,9 +38,9 @@ def _taken(key: str, module: LitCosineGate, config: DictConfig) -> dict[str, Any
     try:
         path = _path(run)
         record = read_record(run_folder_of(path))
-        is_finished = record is not None and record["status"] == "finished"
+        is_finished = record is not None and record.status == "finished"
         if record is not None and not is_finished and Path(run).is_dir():
-            raise UserError(f"is not trained to its end ({record['status']}): train it, or give one of its checkpoints")
+            raise UserError(f"is not trained to its end ({record.status}): train it, or give one of its checkpoints")
         source, trained_with = load_checkpoint(path)
         if key == "trunk" and any(block.gate is not None for block in source.network.blocks):
             raise UserError("has gates of its own: give a run with gate=none")
@@ -58,8 +58,8 @@ def _taken(key: str, module: LitCosineGate, config: DictConfig) -> dict[str, Any
         raise UserError(f"{key} = {config[key]}: {error}") from error
     digest = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in weights.values()))
     facts = {"run": run, "checkpoint": path.stem, "sha256": digest.hexdigest()}
-    facts |= {"identity": found(record or {}, "identity"), "seed": trained_with.seed}
-    return facts | {"epochs": record["epochs"]["done"] if is_finished else _epochs(path)}
+    facts |= {"identity": record and record.identity, "seed": trained_with.seed}
+    return facts | {"epochs": record.epochs.done if is_finished else _epochs(path)}
 
 
 def _epochs(path: Path) -> int:

@@ -218,13 +218,13 @@ def eager_forward(network: GatedNetwork, images: Tensor) -> tuple[Tensor, Tensor
 def _into_record(folder: Path, card: dict[str, Any], changes: Changes) -> None:
     """What a run that was trained by an earlier version does not have."""
     record = read_record(folder)
-    if "compiled" in record or not isinstance(record.get("flops"), dict) or is_locked(folder):
+    if record.compiled is not None or "flops" not in record.model_fields_set or is_locked(folder):
         return
     form, images = card["forms"]["compiled"], card["test_images"]
     compiled = changes.recorded(form["executed"], round(form["same_class"] * images), images)
     with locked(folder, wait=False):
-        flops = record["flops"] | {"compiled": form["executed"]}
-        write_record(folder, record | {"flops": flops, "compiled": compiled})
+        flops = record.flops.replace(compiled=form["executed"])
+        write_record(folder, record.replace(flops=flops, compiled=compiled))
 
 
 def show(card: dict[str, Any]) -> None:
