@@ -22,7 +22,7 @@ def task(config: DictConfig) -> None:
     from cosinegate.train import train
 
     where = f"run={run_folder(config)}"
-    if train(config)["gate"] == "none":
+    if train(config).gate == "none":
         return console.say("a dense network has no gates, so there is nothing to compile")
     card = export.export(cli.compose(where, "threads=1", config_name="export"))
     export.show(card)

@@ -10,7 +10,7 @@ def task(config: DictConfig) -> float:
     validate(config)  # a mistake is answered before lightning loads
     from cosinegate.train import train
 
-    return train(config, cli.current_job())["accuracy"]["best"]
+    return train(config, cli.current_job()).accuracy.best
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ import functools
 
 import torch
 from conftest import config
+from cosinegate.calibration import calibrate
+from cosinegate.gate_fit import fit
 from same_routes import assert_same_routes
 from test_predictive import small
 
-from cosinegate.calibration import calibrate
 from cosinegate.data.module import ImageData
-from cosinegate.gate_fit import fit
 from cosinegate.networks import Output
 
 EXITS = ("gate=exit", "gate.exit_classifier=own", "objective.lambda_exit=0", "network.blocks=[1,1,4]")

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_one_line, config, process
+from cosinegate.deploy.folded import folded
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.weights import described, read_exported, rebuilt, sha256, write_weights
 from deployed import digits
 from test_gates import GATES, LOSS
 from torch import nn
 
 from cosinegate.build import build_network
 from cosinegate.deploy.compile import Action, compile_gates
-from cosinegate.networks.flops import dense_flops, forward_flops
-from cosinegate.deploy.folded import folded
 from cosinegate.deploy.onnx_forms import BatchForm, run_onnx, session, write_onnx
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.weights import described, read_exported, rebuilt, sha256, write_weights
 from cosinegate.errors import UserError
 from cosinegate.gates import CosineGate
+from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.record import read_record
 
 GATED = [gate for gate in GATES if gate != "none"]
@@ -257,13 +257,13 @@ def run(tmp_path_factory) -> Path:
 
 def test_quickstart_trains_compiles_exports_and_times(run):
     words, record = (run / "words").read_text(), read_record(run)
-    compiled = record["compiled"]
-    assert record["flops"]["compiled"] == compiled["executed"]
-    assert compiled["images"] == 359
-    assert f"blocks {compiled['blocks']} of 3, same answers on {compiled['same_class']} of 359" in words
+    compiled = record.compiled
+    assert record.flops.compiled == compiled.executed
+    assert compiled.images == 359
+    assert f"blocks {compiled.blocks} of 3, same answers on {compiled.same_class} of 359" in words
     card = json.loads((run / "export" / "card.json").read_text())
-    assert card["executed"] == pytest.approx(compiled["executed"], rel=1e-6)
-    assert card["compiled"]["computed"] == compiled["blocks"]
+    assert card["executed"] == pytest.approx(compiled.executed, rel=1e-6)
+    assert card["compiled"]["computed"] == compiled.blocks
     assert sorted(card["files"]) == ["int8.onnx", "network.onnx", "weights.safetensors"]
     for name in ("runtime", "network.onnx"):
         assert card["forms"][name]["equal"]
@@ -273,7 +273,7 @@ def test_quickstart_trains_compiles_exports_and_times(run):
         (batch, engine) for batch in (1, 64) for engine in ("torch", "onnxruntime")
     }
     assert all(row["bar"] == pytest.approx(timed["executed"] + 0.05) for row in timed["rows"] if row["bar"] is not None)
-    assert record["latency_ms"] == min(
+    assert record.latency_ms == min(
         row["ms_per_image"]
         for row in timed["rows"]
         if (row["model"], row["batch"]) == ("compiled", 1) and "int8" not in row["engine"]
@@ -293,11 +293,11 @@ def test_every_figure_is_printed_before_and_after(asked, run, tmp_path):
     assert "300 training images, for the run kept none aside" in done.stdout
     card, record = json.loads((tmp_path / "export" / "card.json").read_text()), read_record(run)
     trained, compiled = card["forms"]["trained"], card["forms"]["compiled"]
-    assert (trained["blocks"], trained["parameters"]) == (3, record["parameters"])
-    assert trained["executed"] == pytest.approx(record["flops"]["executed"])
+    assert (trained["blocks"], trained["parameters"]) == (3, record.parameters)
+    assert trained["executed"] == pytest.approx(record.flops.executed)
     actions = {block["action"] for block in card["compiled"]["blocks"]}
     if asked == ["dynamic=round"]:
-        assert trained["accuracy"] == pytest.approx(record["accuracy"]["test"])
+        assert trained["accuracy"] == pytest.approx(record.accuracy.test)
         assert compiled["parameters"] < trained["parameters"]
         assert actions <= {"removed", "always"}
     elif "dynamic=predict" in asked:
@@ -324,7 +324,7 @@ def test_an_export_is_evaluated_as_its_run_is(run):
     assert theirs["accuracy"] == pytest.approx(own["accuracy"])
     assert theirs["loss"] == pytest.approx(own["loss"], abs=1e-4)
     assert theirs["mean_gate"] == own["mean_gate"]
-    assert theirs["flops"]["executed"] == pytest.approx(read_record(run)["flops"]["compiled"], rel=1e-6)
+    assert theirs["flops"]["executed"] == pytest.approx(read_record(run).flops.compiled, rel=1e-6)
     assert own["flops"]["executed"] > 1 > theirs["flops"]["executed"]
 
 
@@ -334,7 +334,7 @@ def test_a_run_without_the_figure_gets_it_from_its_export_and_the_frontier_shows
     del record["compiled"], record["flops"]["compiled"]
     (older / "record.json").write_text(json.dumps(record))
     assert process("src/export.py", f"run={older}", "threads=1").returncode == 0
-    assert read_record(older)["compiled"] == read_record(run)["compiled"]
+    assert read_record(older).compiled == read_record(run).compiled
     drawn = process("src/pareto.py", f"runs={older.parent}", "x=executed", f"folder={tmp_path / 'pareto'}")
     assert drawn.returncode == 0, drawn.stderr
     (table,) = (tmp_path / "pareto").glob("*.csv")

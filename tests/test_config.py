@@ -5,8 +5,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate import cli
 from cosinegate.config import validate
-from cosinegate.identity import identity
 from cosinegate.errors import UserError
+from cosinegate.identity import identity
 
 BAD = [
     # a typo, in a group, a key and an experiment

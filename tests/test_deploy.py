@@ -5,14 +5,14 @@ import json
 
 import pytest
 import torch
+from cosinegate.deploy.folded import folded
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from deployed import EXITS, FORMS, assert_same, eager, images, trained
 from safetensors.torch import load_file
 
 from cosinegate.deploy.compile import Action, compile_gates
-from cosinegate.deploy.folded import folded
 from cosinegate.deploy.onnx_forms import BranchForm, run_onnx, session, write_onnx
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import config, process
+from cosinegate.deploy.frontier import forced, frontier
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.trained import is_the_records, load_trained
+from cosinegate.deploy.weights import read_exported
 from deployed import assert_same
 from same_routes import near_threshold
 
 from cosinegate.build import build_network
 from cosinegate.deploy.benchmark import benchmark
 from cosinegate.deploy.export import export, show
-from cosinegate.networks.flops import dense_flops, forward_flops
-from cosinegate.deploy.frontier import forced, frontier
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import is_the_records, load_trained
-from cosinegate.deploy.weights import read_exported
 from cosinegate.errors import UserError
+from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.record import read_record, write_record
 from cosinegate.train import train
 
@@ -34,13 +34,13 @@ def run(tmp_path_factory) -> Path:
 
 def test_the_trained_run_routes_by_input_and_executes_less(run):
     record = read_record(run)
-    assert record["dynamic_blocks"] == 3
-    assert record["paths"] > 2
-    assert record["mean_gate"] == pytest.approx(0.75, abs=0.05)
-    assert record["flops"]["executed"] < 0.8
-    skipped = [1 - share for share in record["blocks_open"] if 0.05 <= share <= 0.95]
-    assert record["routed_percent"] == pytest.approx(100 * sum(skipped) / len(record["blocks_open"]))
-    assert record["accuracy"]["test"] > 0.9
+    assert record.dynamic_blocks == 3
+    assert record.paths > 2
+    assert record.mean_gate == pytest.approx(0.75, abs=0.05)
+    assert record.flops.executed < 0.8
+    skipped = [1 - share for share in record.blocks_open if 0.05 <= share <= 0.95]
+    assert record.routed_percent == pytest.approx(100 * sum(skipped) / len(record.blocks_open))
+    assert record.accuracy.test > 0.9
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_export_writes_every_form_and_compares_it_on_the_whole_test_set(run, exp
     ]
     for name, digest in card["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
-    accuracy = read_record(run)["accuracy"]["test"]
+    accuracy = read_record(run).accuracy.test
     assert card["test_images"] == 359
     assert card["forms"]["trained"]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
     for name in ("runtime", "branch.onnx", "batch.onnx"):
@@ -81,7 +81,7 @@ def test_export_writes_every_form_and_compares_it_on_the_whole_test_set(run, exp
         assert form["largest_difference"] < 1e-4
         assert form["accuracy"] == pytest.approx(accuracy, abs=1.01 / 359)
     assert card["forms"]["int8.onnx"]["accuracy"] == pytest.approx(accuracy, abs=0.05)
-    assert card["executed"] == pytest.approx(read_record(run)["flops"]["executed"], abs=1e-4)
+    assert card["executed"] == pytest.approx(read_record(run).flops.executed, abs=1e-4)
     int8 = card["forms"]["int8.onnx"]
     assert (int8["executed"] - card["executed"]) * (int8["mean_gate"] - card["mean_gate"]) >= 0
     for fragment in ("branch.onnx", "int8.onnx", "other route", str(folder)):
@@ -175,8 +175,8 @@ def test_benchmark_times_every_form_and_the_record_has_the_latency(run):
         for row in found["rows"]
         if row["batch"] == 1 and row["model"] == "skipping" and "int8" not in row["engine"]
     ]
-    assert read_record(run)["latency_ms"] == min(at_one)
-    assert read_record(run)["latency"]["threads"] == 1
+    assert read_record(run).latency_ms == min(at_one)
+    assert read_record(run).latency.threads == 1
     in_int8 = {
         (row["counted"], row["executed"])
         for row in found["rows"]
@@ -211,7 +211,7 @@ def test_only_the_checkpoint_that_was_tested_is_the_records(run, tmp_path):
     last, best = (copy / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
     assert (is_the_records(last), is_the_records(best)) == (True, False)
     record = read_record(copy)
-    write_record(copy, record | {"accuracy": record["accuracy"] | {"test_of": "best"}})
+    write_record(copy, record.replace(accuracy=record.accuracy.replace(test_of="best")))
     assert (is_the_records(last), is_the_records(best)) == (False, True)
     (copy / "record.json").unlink()
     assert not is_the_records(last)
@@ -319,8 +319,8 @@ def test_a_run_is_timed_and_counted_against_the_network_of_its_depth_however_its
     run, beside = trained_exits(tmp_path / "run"), other(tmp_path / "dense", "none", "plain")
     few = ("batches=[1]", "images=16", "rounds=1", "threads=1", "compile=false")
     timed = ask("benchmark", f"run={run}", f"against=[{beside}]", *few)
-    assert read_record(beside)["latency_ms"] > 0
-    assert read_record(beside)["latency"]["time_ratio"] > 0
+    assert read_record(beside).latency_ms > 0
+    assert read_record(beside).latency.time_ratio > 0
     trained = load_trained(run)
     assert [block.conv1.out_channels for block in trained.dense().blocks] == [4] * 3 + [8] * 3 + [16] * 3
     images, dense = trained.data.whole_images("test", 16)[0], build_network(config("data=digits", "network.width=4"))

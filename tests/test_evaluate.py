@@ -20,11 +20,11 @@ def test_evaluation_repeats_what_the_record_says(run):
     done = process("src/evaluate.py", f"run={folder}", "json=true")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["accuracy"] == record["accuracy"]["test"]
+    assert found["accuracy"] == record.accuracy.test
     for key in ("mean_gate", "skip_percent", "routed_percent", "dynamic_blocks", "paths"):
-        assert found[key] == record[key]
-    assert found["flops"].items() <= record["flops"].items()  # which knows what compiling would leave, too
-    assert [block["open"] for block in found["blocks"]] == record["blocks_open"]
+        assert found[key] == getattr(record, key)
+    assert found["flops"].items() <= record.flops.as_dict().items()  # which knows what compiling would leave, too
+    assert [block["open"] for block in found["blocks"]] == record.blocks_open
     assert sum(entry["images"] for entry in found["classes"]) == found["images"] == 359
     right = sum(entry["images"] * entry["accuracy"] for entry in found["classes"])
     assert right / 359 == pytest.approx(found["accuracy"], abs=1e-6)

@@ -9,6 +9,14 @@ import lightning as L
 import pytest
 import torch
 from conftest import config
+from cosinegate.calibration import calibrate
+from cosinegate.callbacks.calibrated import Calibrated
+from cosinegate.callbacks.prediction import PredictionStatistics
+from cosinegate.deploy.folded import folded
+from cosinegate.deploy.frontier import forced
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.weights import described, rebuilt, write_weights
+from cosinegate.gates.exit import ExitClassifier
 from deployed import assert_same
 from sklearn.linear_model import LogisticRegression
 from test_full_path import softmax
@@ -16,19 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate import gate_fit
 from cosinegate.build import build_module
-from cosinegate.calibration import calibrate
-from cosinegate.callbacks.calibrated import Calibrated
 from cosinegate.callbacks.epoch_sums import EpochSums
-from cosinegate.callbacks.prediction import PredictionStatistics
 from cosinegate.deploy.compile import Action, compile_gates
-from cosinegate.networks.flops import block_flops
-from cosinegate.deploy.folded import folded
-from cosinegate.deploy.frontier import forced
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.weights import described, rebuilt, write_weights
-from cosinegate.gates.exit import ExitClassifier
 from cosinegate.networks import Output, Routing
+from cosinegate.networks.flops import block_flops
 from cosinegate.objective import Objective
 
 SMALL = ["data=digits", "gate=exit", "objective=predictive", "network.blocks=[1,1,4]", "network.width=4", "threads=1"]

@@ -41,8 +41,8 @@ def short(tmp_path: Path, *overrides: str):
 def test_every_experiment_trains_on_digits_to_its_golden_loss(experiment, in_double, tmp_path):
     given = [*SHORT, "network.width=4", in_double]
     record, folder = short(tmp_path, f"+experiment={experiment}", *given)
-    assert record["status"] == "finished"
-    assert record["experiment"] == experiment
+    assert record.status == "finished"
+    assert record.experiment == experiment
     rows = read_metrics(folder)
     assert sorted(rows) == [1, 2]
     assert rows[2]["train/loss"] == pytest.approx(GOLDEN[experiment], rel=1e-5)
@@ -59,10 +59,10 @@ def test_the_penalty_has_its_golden_loss_too(in_double, tmp_path):
 
 def test_the_dense_baseline_counts_and_executes_everything(tmp_path):
     record, folder = short(tmp_path, "+experiment=resnet20", *SHORT)
-    assert record["gate"] == "none"
-    assert record["gate_parameters"] == 0
-    assert (record["mean_gate"], record["flops"]["executed"]) == (1.0, 1.0)
-    assert (record["dynamic_blocks"], record["paths"]) == (0, 1)
+    assert record.gate == "none"
+    assert record.gate_parameters == 0
+    assert (record.mean_gate, record.flops.executed) == (1.0, 1.0)
+    assert (record.dynamic_blocks, record.paths) == (0, 1)
     assert not any(name.startswith("cir/") for name in read_metrics(folder)[1])
 
 
@@ -93,14 +93,14 @@ def test_an_epoch_without_validation_has_no_validation_figures(tmp_path):
     assert ["val/acc" in rows[e] for e in (1, 2, 3)] == [False, True, False]
     assert ["gates/mean" in rows[e] for e in (1, 2, 3)] == [False, True, False]
     assert all("train/acc" in row and "gates/relaxed_mean" in row for row in rows.values())
-    assert record["accuracy"]["last_epoch"] == 2
+    assert record.accuracy.last_epoch == 2
 
 
 def test_the_debug_trainer_and_a_disabled_wandb_run(tmp_path):
     record, folder = short(
         tmp_path, "+experiment=digits", "trainer=debug", "logger=wandb", "logger.wandb.mode=disabled"
     )
-    assert record["status"] == "finished"
+    assert record.status == "finished"
     assert not (folder / "wandb").exists()
 
 

@@ -38,13 +38,13 @@ def assert_ends_with_one_line_and_goes_on(root: Path, fault: str, *words: str) -
     assert is_intact(stored)
     assert torch.load(stored, weights_only=True)["global_step"] == 4  # of the first epoch, which nothing befell
     assert read_metrics(folder)[1]["val/acc"] > 0
-    assert read_record(folder)["epochs"]["done"] >= 1
+    assert read_record(folder).epochs.done >= 1
     assert not list(folder.rglob("*.part"))
     done = process(*command, **IN_TESTS)
     assert done.returncode == 0, done.stderr
     assert "resuming digits" in done.stdout
     assert "epoch 1/" not in done.stdout
-    assert (read_record(folder)["status"], sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
+    assert (read_record(folder).status, sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_said(tmp_path):
     done = process(*command, **IN_TESTS)
     assert done.returncode == 0, done.stderr
     assert f"{last} is damaged: going on from previous.ckpt, the one before it" in done.stdout
-    assert (read_record(folder)["status"], sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
+    assert (read_record(folder).status, sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite(devices, tmp_path):
     assert_one_line(ended, "the loss is nan in epoch 1, step 2: not_finite.pt has the state before it")
     assert ended.returncode == 2
     (folder,) = (tmp_path / "digits").glob("*-s*")
-    assert read_record(folder)["error"].startswith("NotFinite: the loss is nan in epoch 1, step 2")
+    assert read_record(folder).error.startswith("NotFinite: the loss is nan in epoch 1, step 2")
     kept = torch.load(folder / "not_finite.pt", weights_only=True)
     assert (kept["epoch"], kept["step"], len(set(kept["images"].tolist()))) == (0, 1, 32)
 
@@ -113,11 +113,11 @@ def test_a_search_that_is_asked_to_stop_saves_and_goes_on_with_its_trial(tmp_pat
     assert stopped.returncode == 143
     assert stopped.stderr.splitlines() == ["stopped (SIGTERM): start the same command again to go on"]
     (folder,) = (tmp_path / "digits").glob("*-s*")
-    assert read_record(folder)["status"] == "stopped"
+    assert read_record(folder).status == "stopped"
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
     done = process(*command, **IN_TESTS)
     assert done.returncode == 0, done.stderr
     assert "trial 1 goes on" in done.stdout
     assert "trial 2 starts" in done.stdout
     records = [read_record(path) for path in (tmp_path / "digits").glob("*-s*")]
-    assert [record["status"] for record in records] == ["finished"] * 2
+    assert [record.status for record in records] == ["finished"] * 2

@@ -14,9 +14,9 @@ from conftest import config, started
 from test_resume import KINDS, TINY, assert_same_run, start, stop_at
 
 from cosinegate.callbacks import run_record
-from cosinegate.identity import run_folder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import NotFinite, UserError
+from cosinegate.identity import run_folder
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_record
 from cosinegate.seal import is_intact, sealed
@@ -77,7 +77,7 @@ def test_sigterm_saves_inside_the_epoch_and_exits_with_143(tmp_path):
     assert errors.splitlines() == ["stopped (SIGTERM): start the same command again to go on"]
     (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
-    assert (record["status"], record["error"], record["epochs"]["done"]) == ("stopped", "SIGTERM", 1)
+    assert (record.status, record.error, record.epochs.done) == ("stopped", "SIGTERM", 1)
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     steps = stored["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"]
     assert stored["epoch"] == 1
@@ -132,7 +132,7 @@ def test_a_damaged_best_checkpoint_is_never_tested(damage, tmp_path, monkeypatch
         start(tmp_path, "soft", *held)
     best.write_bytes(content)
     start(tmp_path, "soft", *held)
-    assert read_record(folder)["accuracy"]["test_of"] == "best"
+    assert read_record(folder).accuracy.test_of == "best"
 
 
 def test_weights_that_are_not_finite_are_not_kept(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path, monkeypatch):
     assert kept["epoch"] == 0
     assert all(part.isfinite().all() for part in kept["state_dict"].values())
     start(tmp_path, "soft")
-    assert read_record(folder_in(tmp_path))["status"] == "finished"
+    assert read_record(folder_in(tmp_path)).status == "finished"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "bit flipped", "lost between two renames"])
@@ -227,7 +227,7 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_checkpoint_and_one_line(aga
     folder = folder_in(root)
     assert is_intact(folder / "checkpoints" / "last.ckpt")
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["epoch"] == 0
-    assert read_record(folder)["status"] == "failed"
+    assert read_record(folder).status == "failed"
     assert not list(folder.rglob("*.part"))
     ends_as_if_nothing_had_happened()
 
@@ -246,7 +246,7 @@ def test_a_read_only_folder_is_answered_with_one_line_and_nothing_is_lost(disk, 
         start(disk, "soft")
     assert files_in(disk) == before
     remount("rw")
-    assert read_record(start(disk, "soft"))["status"] == "finished"
+    assert read_record(start(disk, "soft")).status == "finished"
 
 
 def test_a_clock_that_goes_back_changes_nothing(again, monkeypatch):
@@ -259,11 +259,11 @@ def test_a_clock_that_goes_back_changes_nothing(again, monkeypatch):
         stop_at(patched, 1, 1)
         with pytest.raises(Stopped):
             start(root, "soft")
-    seconds = read_record(folder_in(root))["seconds"]
+    seconds = read_record(folder_in(root)).seconds
     ends_as_if_nothing_had_happened()
     record = read_record(folder_in(root))
-    assert record["started"] > record["updated"]
-    assert record["seconds"] > seconds > 0
+    assert record.started > record.updated
+    assert record.seconds > seconds > 0
 
 
 def test_a_loss_that_is_not_finite_stops_at_once_and_keeps_what_led_to_it(tmp_path, capsys):
@@ -273,8 +273,8 @@ def test_a_loss_that_is_not_finite_stops_at_once_and_keeps_what_led_to_it(tmp_pa
     chosen = config(*KINDS["soft"], *TINY, *held, f"runs_dir={tmp_path}")
     folder = run_folder(chosen)
     record = read_record(folder)
-    assert record["status"] == "failed"
-    assert record["error"].startswith("NotFinite: the loss is nan in epoch 1, step 2")
+    assert record.status == "failed"
+    assert record.error.startswith("NotFinite: the loss is nan in epoch 1, step 2")
     kept = torch.load(folder / "not_finite.pt", weights_only=True)
     assert (kept["epoch"], kept["step"]) == (0, 1)
     assert kept["losses"]["total"] != kept["losses"]["total"]
@@ -300,7 +300,7 @@ def test_a_wandb_that_fails_ends_no_run(where, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(owner, where, fails)
     mode = "offline" if where != "finish" else "disabled"
     folder = start(tmp_path, "soft", "logger=wandb", f"logger.wandb.mode={mode}", "trainer.max_epochs=1")
-    assert read_record(folder)["status"] == "finished"
+    assert read_record(folder).status == "finished"
     said = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
     assert said == ["W&B failed (CommError: nobody answers): the run goes on without it"]
 
@@ -324,12 +324,12 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_jobs_save(tmp_path):
     begun = set()
     while len(begun) < 2:
         time.sleep(0.05)
-        begun = {path for path in tmp_path.glob("digits/*-s*/record.json") if read_record(path.parent)["first_step_at"]}
+        begun = {path for path in tmp_path.glob("digits/*-s*/record.json") if read_record(path.parent).first_step_at}
         assert running.poll() is None
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate()
     assert running.returncode == 143
     assert errors.splitlines()[-1] == "stopped (SIGTERM): start the same command again to go on"
     for path in begun:
-        assert read_record(path.parent)["status"] == "stopped"
+        assert read_record(path.parent).status == "stopped"
         assert is_intact(path.parent / "checkpoints" / "last.ckpt")

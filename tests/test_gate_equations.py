@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from cosinegate.gates.skipnet_recurrent import Cell
 from sklearn.datasets import load_digits
 from test_gates import chosen, images
 
 from cosinegate.build import build_network
-from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.gates.random import fingerprint, uniform
-from cosinegate.gates.skipnet_recurrent import Cell
+from cosinegate.networks.flops import dense_flops, forward_flops
 
 # each gate's equation from its paper, of the inputs of all blocks, with one parameter after the other
 

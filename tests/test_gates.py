@@ -9,6 +9,10 @@ import onnx
 import pytest
 import torch
 from conftest import ROOT, config
+from cosinegate.deploy.folded import folded
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.trained import Trained, load_trained
+from cosinegate.deploy.weights import described, rebuilt, write_weights
 from deployed import assert_same
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -17,17 +21,13 @@ from cosinegate import cli
 from cosinegate.build import build_module, build_network
 from cosinegate.config import validate
 from cosinegate.deploy.compile import Action, compile_gates
-from cosinegate.deploy.folded import folded
 from cosinegate.deploy.int8 import is_of_gate, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import Trained, load_trained
-from cosinegate.deploy.weights import described, rebuilt, write_weights
 from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
+from cosinegate.load import load_checkpoint
 from cosinegate.record import read_metrics
 from cosinegate.train import train
-from cosinegate.load import load_checkpoint
 
 GATES = sorted(path.stem for path in (ROOT / "conf" / "gate").glob("*.yaml"))
 LOSS = {"aig": "per_block", "random": "plain", "fixed": "plain", "drop": "plain"}
@@ -87,7 +87,7 @@ def run(request, tmp_path_factory):
 @pytest.mark.parametrize("gate", GATES)
 def test_every_gate_trains_to_its_golden_loss(gate, in_double, tmp_path):
     of = chosen(gate, *SHORT, in_double, f"runs_dir={tmp_path}")
-    assert train(of)["status"] == "finished"
+    assert train(of).status == "finished"
     assert read_metrics(Path(of.run_dir))[2]["train/loss"] == pytest.approx(GOLDEN[gate], rel=1e-5)
 
 

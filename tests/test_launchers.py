@@ -18,7 +18,7 @@ from test_sweeps import SHORT, plan
 
 from cosinegate import cli, sweep
 from cosinegate.lock import is_locked
-from cosinegate.record import read_metrics, read_record, write_record
+from cosinegate.record import Epochs, Record, read_metrics, read_record, write_record
 
 
 def results(runs: Path) -> dict[str, object]:
@@ -98,7 +98,7 @@ def test_a_killed_parallel_sweep_leaves_no_process_behind(tmp_path):
         time.sleep(0.02)
     assert not [child for child in children if Path("/proc", child).exists()]
     assert not any(map(is_locked, folders))  # nobody trains there
-    assert [read_record(folder)["status"] for folder in folders] == ["stopped"] * 2
+    assert [read_record(folder).status for folder in folders] == ["stopped"] * 2
 
 
 def test_a_failure_stops_and_hides_nothing_and_is_tried_again(tmp_path):
@@ -157,7 +157,7 @@ class Broken:
 
     def _finish(self, job: sweep.Job) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
-        write_record(job.folder, {"status": "finished", "epochs": {"done": 3}})
+        write_record(job.folder, Record(status="finished", epochs=Epochs(done=3)))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_one_line, config, process
 
+from cosinegate.analysis.runs import read_run
 from cosinegate.record import read_metrics, read_record
 from cosinegate.train import train
 
@@ -31,7 +32,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         for rows in map(read_metrics, (one, other))
     ]
     assert rows[0] == rows[1]
-    records = [{k: v for k, v in read_record(folder).items() if k not in TIMES} for folder in (one, other)]
+    records = [{k: v for k, v in read_record(folder) if k not in TIMES} for folder in (one, other)]
     for record in records:
         del record["identity"], record["overrides"]
     assert records[0] == records[1]
@@ -46,29 +47,29 @@ def test_a_sanity_check_changes_nothing(tmp_path, steps):
 
 def test_max_steps_ends_in_the_middle_of_an_epoch_and_the_record_says_so(tmp_path):
     cut = trained(tmp_path / "cut", "trainer.max_steps=4", "trainer.check_val_every_n_epoch=4")
-    assert cut["status"] == "finished"
-    assert cut["cut"] == {"max_steps": 4}
-    assert cut["epochs"] == {"planned": 4, "done": 2}
-    assert cut["accuracy"]["last_epoch"] == 2  # validated where it ended, whatever the schedule
+    assert cut.status == "finished"
+    assert cut.cut.as_dict() == {"max_steps": 4}
+    assert (cut.epochs.done, cut.epochs.planned) == (2, 4)
+    assert cut.accuracy.last_epoch == 2  # validated where it ended, whatever the schedule
     assert torch.load(tmp_path / "cut" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 4
     for steps in (12, 99):
         whole = trained(tmp_path / str(steps), f"trainer.max_steps={steps}")
-        assert "cut" not in whole
-        assert whole["epochs"] == {"planned": 4, "done": 4}
+        assert whole.cut is None
+        assert (whole.epochs.done, whole.epochs.planned) == (4, 4)
 
 
 def test_calibrated_gates_have_their_thresholds_where_a_limit_ends_training(tmp_path):
     words = ["+experiment=digits_predictive", *TINY[1:], "objective.start_epoch=0", "objective.warmup_epochs=0"]
     record = train(config(*words, "trainer.max_steps=2", "trainer.limit_val_batches=null", f"run_dir={tmp_path / 'a'}"))
-    assert record["mean_gate"] == pytest.approx(record["tau_target"], abs=0.1)
+    assert record.mean_gate == pytest.approx(record.tau_target, abs=0.1)
 
 
 def test_max_time_ends_a_run_and_counts_over_its_attempts(tmp_path):
     words = ["trainer.max_epochs=10000", "trainer.max_time=00:00:00:01"]
     record = trained(tmp_path / "a", *words)
-    assert record["cut"] == {"max_time": "00:00:00:01"}
-    assert record["status"] == "finished"
-    assert 1 <= record["epochs"]["done"] < 10000
+    assert record.cut.as_dict() == {"max_time": "00:00:00:01"}
+    assert record.status == "finished"
+    assert 1 <= record.epochs.done < 10000
 
 
 def test_a_cut_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
@@ -86,7 +87,8 @@ def test_a_cut_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
 def test_overfit_batches_are_the_same_in_every_epoch(tmp_path):
     words = ["trainer.overfit_batches=1", "data.crop_padding=0", "data.flip=false", "gate=none", "data.batch_size=16"]
     record = trained(tmp_path / "a", *words, "trainer.max_epochs=12", "network.width=8")
-    assert record["cut"] == {"overfit_batches": 1}
+    assert record.cut.as_dict() == {"overfit_batches": 1}
+    assert read_run(tmp_path / "a").family[3] == f"{record.selected_on}-overfit-1"  # a table keeps it apart
     rows = read_metrics(tmp_path / "a")
     assert rows[12]["train/acc"] > 0.9  # of sixteen images; shuffled, of 192
 

@@ -10,14 +10,14 @@ import onnx
 import pytest
 import torch
 from conftest import config
+from cosinegate.deploy.folded import Leading, folded
+from cosinegate.deploy.skipping import SkippingNetwork
+from cosinegate.deploy.ways import compiled_form
 from deployed import EXITS, FORMS, assert_same, eager, gated, images, trained
 
 from cosinegate.build import build_network
-from cosinegate.deploy.folded import Leading, folded
 from cosinegate.deploy.int8 import write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, quietly, run_onnx, session, write_onnx
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.ways import compiled_form
 
 
 @pytest.mark.parametrize("overrides", [EXITS, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:4])])

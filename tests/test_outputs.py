@@ -89,7 +89,8 @@ def test_names_of_records_are_escaped_wherever_they_are_shown(run, tmp_path):
     record, settings = json.loads((run / "record.json").read_text()), (run / "config.yaml").read_text()
     for number, changes in enumerate((
         {"experiment": BAD, "overrides": [f"name={WORSE}"]},
-        {"experiment": "b", "overrides": None, "command": WORSE, "parameters": "many", "polarity": WORSE},
+        {"experiment": "b", "overrides": None, "command": WORSE, "polarity": WORSE},
+        {"experiment": "c", "parameters": "m\x1bany"},
         {"experiment": "a\x1b[2J"},
     )):  # fmt: skip
         folder = tmp_path / "runs" / str(number)
@@ -102,6 +103,7 @@ def test_names_of_records_are_escaped_wherever_they_are_shown(run, tmp_path):
         assert done.returncode == 0, done.stderr
         assert (done.stdout + done.stderr).replace("\n", "").isprintable()
         assert "experiment = a\\x1b[2J" in done.stderr
+        assert "parameters = m\\x1bany" in done.stderr
     (path,) = tmp_path.glob("*.csv")
     rows = list(csv.DictReader(path.open()))
     assert {row["experiment"] for row in rows} == {f"'{BAD}", "b"}

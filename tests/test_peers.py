@@ -18,6 +18,7 @@ from cosinegate import cli
 from cosinegate.analysis import peers
 from cosinegate.analysis.runs import Configuration, Run
 from cosinegate.identity import identity, run_folder
+from cosinegate.record import Epochs, Record
 
 ROWS = {
     "resnet20",
@@ -62,7 +63,7 @@ def test_every_row_has_one_schedule_and_is_a_command_of_its_own(sweep, data, epo
 
 def command_for(overrides: list[str], **changes) -> str:
     """What the table says of a run that was told these words."""
-    record = {"seed": 0, "overrides": overrides} | changes
+    record = Record(status="finished", epochs=Epochs(done=1), seed=0, overrides=overrides, **changes)
     return peers.command_of(Configuration([Run(Path("x"), record, {})]))
 
 

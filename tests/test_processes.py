@@ -47,10 +47,10 @@ def test_two_processes_have_one_processes_curves_to_the_last_digits_and_leave_on
     assert output.count("test accuracy") == 1
     assert len(list(tmp_path.glob("two/**/record.json"))) == 1
     first, second = read_record(one), read_record(two)
-    assert second["status"] == "finished"
-    assert second["accuracy"]["test"] == first["accuracy"]["test"]
-    assert second["blocks_open"] == pytest.approx(first["blocks_open"])
-    assert second["paths"] == first["paths"]
+    assert second.status == "finished"
+    assert second.accuracy.test == first.accuracy.test
+    assert second.blocks_open == pytest.approx(first.blocks_open)
+    assert second.paths == first.paths
     assert len(read_metrics(one)) == 2
     assert read_metrics(one)[2]["train/loss_flops"] > 0
     assert_same_curves(one, two, 1e-6)

@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.build import build_module
 from cosinegate.config import validate
-from cosinegate.identity import leaves
 from cosinegate.errors import UserError
-from cosinegate.train import train
+from cosinegate.identity import leaves
 from cosinegate.schema import Config
+from cosinegate.train import train
 
 BASES = ["+experiment=digits", "+experiment=digits_predictive", "+experiment=digits gate=aig objective=per_block"]
 BASES += ["+experiment=digits_predictive gate=exit objective=predictive objective.tau_target=0.9"]
@@ -177,7 +177,7 @@ def tried(base: DictConfig, chosen: list[tuple[str, Any]], folder: Path) -> list
 def is_refused(wanted: DictConfig) -> bool:
     """Whether training ends with a line. Where it does not, its record is whole."""
     try:
-        record = train(wanted)
+        record = train(wanted).as_dict()
     except UserError as error:
         return one_line(str(error))
     finally:

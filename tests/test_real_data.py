@@ -33,9 +33,9 @@ def test_a_few_steps_on_the_real_set_learn(experiment, tmp_path):
     done = process("src/train.py", f"+experiment={experiment}", f"runs_dir={tmp_path}", *short, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     record = read_record(next(tmp_path.glob(f"{experiment}/*")))
-    assert record["accuracy"]["test"] > (0.2 if experiment == "conservative" else 0.5)
-    assert record["flops"]["executed"] >= 1.0
-    assert record["peak_memory_mib"] < 3 * 1024
+    assert record.accuracy.test > (0.2 if experiment == "conservative" else 0.5)
+    assert record.flops.executed >= 1.0
+    assert record.peak_memory_mib < 3 * 1024
 
 
 def test_a_cifar10_run_holds_flat_memory_over_its_epochs(tmp_path):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import config, process, started
 
-from cosinegate.identity import run_folder
 from cosinegate.errors import UserError
+from cosinegate.identity import run_folder
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics, read_record
-from cosinegate.train import train
 from cosinegate.stop import Stopped
+from cosinegate.train import train
 
 TINY = ["data=digits", "trainer.max_epochs=3", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2"]
 TINY += ["trainer.limit_test_batches=1", "data.batch_size=32", "data.eval_batch_size=64", "threads=1"]
@@ -59,7 +59,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert first == second
     lines = (other / "metrics.csv").read_text().splitlines()[1:]
     assert [line.split(",")[0] for line in lines] == [str(epoch) for epoch in sorted(first)]  # every epoch once
-    records = [{k: v for k, v in read_record(folder).items() if k not in WALL_CLOCK} for folder in (one, other)]
+    records = [{k: v for k, v in read_record(folder) if k not in WALL_CLOCK} for folder in (one, other)]
     assert records[0] == records[1]
 
 
@@ -103,7 +103,7 @@ def test_a_stopped_run_ends_as_one_that_was_never_stopped(never_stopped, point, 
             start(root, kind)
     (folder,) = (path.parent for path in root.glob("digits*/*-s*/record.json"))
     record = read_record(folder)
-    assert (record["status"], record["error"]) == ("stopped", "SIGTERM")
+    assert (record.status, record.error) == ("stopped", "SIGTERM")
     seen = []
     with monkeypatch.context() as patched:
         step = LitCosineGate.training_step
@@ -156,7 +156,7 @@ def test_two_processes_stop_together_and_end_as_if_they_never_had(kind, tmp_path
     running.send_signal(signal.SIGTERM)  # the first process alone
     _, errors = running.communicate()
     assert running.returncode == 143, errors
-    assert read_record(folder)["status"] == "stopped"
+    assert read_record(folder).status == "stopped"
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert len(stored["callbacks"]["EpochSums"]["processes"]) == 2
     assert stored["global_step"] > 12

@@ -14,14 +14,14 @@ from conftest import ROOT, assert_one_line, config, process
 from test_bad_input import tree
 
 from cosinegate.analysis.runs import families, find_runs
-from cosinegate.identity import run_folder
 from cosinegate.errors import UserError
 from cosinegate.files import make_folder, write_atomically
+from cosinegate.identity import run_folder
 from cosinegate.lit import LitCosineGate
 from cosinegate.lock import is_locked, locked
 from cosinegate.record import read_metrics, read_record
-from cosinegate.train import train
 from cosinegate.seal import sealed
+from cosinegate.train import train
 
 TRAIN = str(ROOT / "src" / "train.py")
 CUT = ["+experiment=digits", "trainer.max_epochs=4", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1"]
@@ -179,9 +179,9 @@ def test_a_run_of_an_earlier_version_goes_on_and_only_scraps_of_ours_are_removed
     assert line.startswith(f"{folder}: from epoch 2 on another program trains it: commit 0000000000")
     assert f"torch 1.0 -> {torch.__version__}" in line
     record = read_record(folder)
-    assert [span["epochs"] for span in record["trained_by"]] == [[1, 2], [2, 4]]  # it was stopped inside the second
-    assert record["trained_by"][0]["git_commit"] == "0" * 40
-    assert record["trained_by"][1]["versions"] == record["versions"]
+    assert [span.epochs for span in record.trained_by] == [[1, 2], [2, 4]]  # it was stopped inside the second
+    assert record.trained_by[0].git_commit == "0" * 40
+    assert record.trained_by[1].versions == record.versions
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def runs(tmp_path_factory) -> Path:
 def test_a_run_that_ended_early_says_so_and_stands_with_runs_of_its_length(runs):
     (early,) = (runs / "runs" / "early").glob("*-s0")
     record = read_record(early)
-    assert (record["status"], record["epochs"]) == ("finished", {"planned": 4, "done": 2})
-    assert record["ended_early"] == "EarlyStopping on train/acc"
+    assert (record.status, record.epochs.done, record.epochs.planned) == ("finished", 2, 4)
+    assert record.ended_early == "EarlyStopping on train/acc"
     assert "2 of 4 epochs" in (runs / "early.txt").read_text()
     assert "ended by EarlyStopping on train/acc" in (runs / "early.txt").read_text()
     for command in ("pareto", "table"):
@@ -301,16 +301,16 @@ def test_a_run_that_ended_early_and_lacks_its_test_trains_no_more(ends, tmp_path
             train(config(*words))
     monkeypatch.setattr(LitCosineGate, "training_step", lambda self, *batch: 1 / 0)
     record = train(config(*words))
-    assert record["status"] == "finished"
-    assert record["ended_early"] == ("EarlyStopping on train/acc" if ends == EARLY else "Timer")
-    assert record["epochs"]["done"] == len(read_metrics(run_folder(config(*words)))) < 10000
+    assert record.status == "finished"
+    assert record.ended_early == ("EarlyStopping on train/acc" if ends == EARLY else "Timer")
+    assert record.epochs.done == len(read_metrics(run_folder(config(*words)))) < 10000
 
 
 def test_a_run_that_ends_before_its_first_validation_is_answered_with_a_line(tmp_path):
     done = process(TRAIN, *CUT, f"+callbacks.ends={TIMER % 0}", cwd=tmp_path)
     assert_one_line(done, "Timer ended the run before its first validation")
     (folder,) = (tmp_path / "runs" / "digits").glob("*-s0")
-    assert read_record(folder)["status"] == "failed"
+    assert read_record(folder).status == "failed"
 
 
 def test_the_latest_run_is_a_link_that_replaces_nothing_else(runs, tmp_path):
@@ -365,7 +365,7 @@ def test_a_run_begins_with_the_weights_of_another(runs, tmp_path, monkeypatch, c
     record = train(config(*CUT, "trainer.max_epochs=3", f"weights={source}", f"runs_dir={tmp_path}"))
     stored = torch.load(source / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, stored[f"network.{name}"]) for name, value in first["weights"].items())
-    assert (record["weights"]["identity"], record["weights"]["epochs"]) == (source.name[:10], 2)
+    assert (record.weights.identity, record.weights.epochs) == (source.name[:10], 2)
     (found,) = find_runs([tmp_path], print)
     assert found.family[2] == 5  # what the network was trained for
     assert sorted(read_metrics(found.folder)) == [1, 2, 3]

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from conftest import config
+from cosinegate.deploy.folded import Leading, folded
+from cosinegate.deploy.skipping import SkippingNetwork
 from deployed import EXITS, FORMS, assert_same, digits, eager, gated, images, trained
 from test_predictive import masked
 
 from cosinegate.build import build_network
 from cosinegate.deploy import skipping
-from cosinegate.deploy.folded import Leading, folded
 from cosinegate.deploy.kernels import torch_kind
-from cosinegate.deploy.skipping import SkippingNetwork
 from cosinegate.errors import UserError
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_one_line, config, process
+from cosinegate.deploy.trained import load_trained
+from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from test_sources import Source, cifar_batches, image_set, same, small
 
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
@@ -21,8 +23,6 @@ from cosinegate.checkpoint import read_checkpoint
 from cosinegate.config import validate
 from cosinegate.data import cifar10, mnist
 from cosinegate.data.sources import SourceFailed, bounded, load, members, run
-from cosinegate.deploy.trained import load_trained
-from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
 from cosinegate.errors import UserError
 from cosinegate.evaluate import evaluate
 from cosinegate.files import write_atomically
@@ -229,7 +229,7 @@ def test_no_secret_is_in_what_a_run_writes_or_says(tmp_path):
     ]
     done = process("src/train.py", *words, **secrets)
     assert done.returncode == 0, done.stderr
-    assert "+logger.wandb.notes=(secret)(secret)" in read_record(tmp_path / "run")["command"]
+    assert "+logger.wandb.notes=(secret)(secret)" in read_record(tmp_path / "run").command
     write_report([tmp_path / "run"], tmp_path / "run" / "report.html", limit_batches=1)
     stored = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
     assert stored["hyper_parameters"]["logger"]["wandb"]["notes"] == "(secret)(secret)"

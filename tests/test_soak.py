@@ -17,12 +17,12 @@ from conftest import config
 from test_resume import KINDS, TINY, assert_same_run
 
 from cosinegate.callbacks import checkpoints
-from cosinegate.identity import run_folder
 from cosinegate.files import replacing
+from cosinegate.identity import run_folder
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import read_metrics, read_record
-from cosinegate.train import train
 from cosinegate.seal import is_intact
+from cosinegate.train import train
 
 KILLS = int(os.environ.get("KILLS", 50))
 CALLS = ("fsync", "link", "replace", "unlink")  # of which a checkpoint, a record or metrics.csv is written

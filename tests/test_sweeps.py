@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps import utils as wandb_sweeps
 
 from cosinegate import cli, sweep
-from cosinegate.identity import identity, leaves, primitives
 from cosinegate.errors import UserError
+from cosinegate.identity import identity, leaves, primitives
 from cosinegate.loggers import wandb_logger
 from cosinegate.manifest import add_to_manifest, read_manifest
 from cosinegate.record import read_record
@@ -225,6 +225,6 @@ def test_wandbs_own_sweep_drives_the_same_entry_point(tmp_path):
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "balanced").glob("*-s*")
     record = read_record(folder)
-    assert (record["status"], record["sweep"], record["lambda_flops"]) == ("finished", "wandb", 5.0)
+    assert (record.status, record.sweep, record.lambda_flops) == ("finished", "wandb", 5.0)
     assert list(folder.glob("wandb/offline-run-*/run-run1.wandb"))
     assert "Ignoring run_id" not in done.stdout + done.stderr

@@ -17,7 +17,7 @@ TINY += ["trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "callbac
 
 def status(runs: Path) -> str:
     (folder,) = (runs / "digits").glob("*-s*")
-    return read_record(folder)["status"]
+    return read_record(folder).status
 
 
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path):

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torchvision
 from conftest import config
+from cosinegate.gates.fixed import FixedGate
 from torchvision.models.resnet import BasicBlock
 
 from cosinegate.build import build_module
 from cosinegate.deploy.export import export
-from cosinegate.networks.flops import dense_flops
 from cosinegate.evaluate import evaluate
-from cosinegate.gates.fixed import FixedGate
-from cosinegate.networks.torchvision import TorchvisionResNet, residual_blocks
+from cosinegate.networks.flops import dense_flops
 from cosinegate.networks.name import network_name
+from cosinegate.networks.torchvision import TorchvisionResNet, residual_blocks
 from cosinegate.train import train
 
 
@@ -70,9 +70,9 @@ def test_it_trains_through_the_program_and_is_compiled_and_exported(network, gat
     chosen = config(f"network={network}", f"gate={gate}", f"objective={objective}", *short, f"runs_dir={tmp_path}")
     record = train(chosen)
     blocks = {"resnet18": 8, "resnet50": 16}[network]
-    assert (record["status"], record["network"]) == ("finished", f"torchvision-{network}")
-    assert len(record["blocks_open"]) == blocks
-    assert record["compiled"]["same_class"] <= record["compiled"]["images"] == 359
+    assert (record.status, record.network) == ("finished", f"torchvision-{network}")
+    assert len(record.blocks_open) == blocks
+    assert record.compiled.same_class <= record.compiled.images == 359
     card = export(config(f"run={chosen.run_dir}", "threads=1", "images=20", "dynamic=round", config_name="export"))
     assert card["compiled"]["computed"] == card["forms"]["compiled"]["blocks"]
     for name in ("runtime", "network.onnx"):

@@ -9,9 +9,9 @@ from conftest import assert_one_line, config, process, started
 from test_experiments import SHORT, short
 
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
-from cosinegate.identity import run_folder
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
+from cosinegate.identity import run_folder
 from cosinegate.lit import LitCosineGate
 from cosinegate.record import accuracies, read_metrics, read_record
 from cosinegate.train import train
@@ -60,24 +60,24 @@ def test_the_command_trains_and_ends_with_a_table(digits):
 def test_the_record_and_the_metrics_are_complete(digits):
     _, folder = digits
     record = read_record(folder)
-    assert [field for field in FIELDS if field not in record] == []
+    assert [field for field in FIELDS if field not in record.as_dict()] == []
     rows = read_metrics(folder)
     assert sorted(rows) == [1, 2, 3, 4]
     for row in rows.values():
         assert [name for name in NAMES if name not in row] == []
         assert not any(name.startswith("test/") for name in row)
     best = max(rows, key=lambda epoch: rows[epoch]["val/acc"])
-    assert record["accuracy"]["best"] == rows[best]["val/acc"]
-    assert record["accuracy"]["best_epoch"] == best
-    assert record["accuracy"]["last"] == record["accuracy"]["test"] == rows[4]["val/acc"]
-    assert record["accuracy"]["best"] > 0.6  # it learns
-    assert record["selected_on"] == "test"
-    assert record["epochs"] == {"planned": 4, "done": 4}
-    assert record["flops"]["counted"] == record["mean_gate"] == pytest.approx(sum(record["blocks_open"]) / 3)
-    assert record["flops"]["executed"] >= 1.0
-    assert record["skip_percent"] == pytest.approx(100 * (1 - record["mean_gate"]))
-    assert record["command"].endswith(f"src/train.py +experiment=digits threads=1 runs_dir={folder.parents[1]}")
-    assert record["versions"]["torch"] == torch.__version__
+    assert record.accuracy.best == rows[best]["val/acc"]
+    assert record.accuracy.best_epoch == best
+    assert record.accuracy.last == record.accuracy.test == rows[4]["val/acc"]
+    assert record.accuracy.best > 0.6  # it learns
+    assert record.selected_on == "test"
+    assert (record.epochs.done, record.epochs.planned) == (4, 4)
+    assert record.flops.counted == record.mean_gate == pytest.approx(sum(record.blocks_open) / 3)
+    assert record.flops.executed >= 1.0
+    assert record.skip_percent == pytest.approx(100 * (1 - record.mean_gate))
+    assert record.command.endswith(f"src/train.py +experiment=digits threads=1 runs_dir={folder.parents[1]}")
+    assert record.versions["torch"] == torch.__version__
     for name in ("config.yaml", "checkpoints/last.ckpt", "checkpoints/best.ckpt"):
         assert (folder / name).exists()
 
@@ -131,10 +131,10 @@ def test_a_killed_run_goes_on_and_ends_as_if_it_never_stopped(digits, tmp_path):
     running.wait()
     (folder,) = (tmp_path / "digits").glob("*-s*")
     record, rows = read_record(folder), read_metrics(folder)
-    assert record["status"] == "running"
-    assert record["epochs"]["done"] == len(rows)
-    assert record["accuracy"]["last"] == rows[max(rows)]["val/acc"]
-    assert record["mean_gate"] == rows[max(rows)]["gates/mean"]
+    assert record.status == "running"
+    assert record.epochs.done == len(rows)
+    assert record.accuracy.last == rows[max(rows)]["val/acc"]
+    assert record.mean_gate == rows[max(rows)]["gates/mean"]
     resumed = process(*command)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming digits in {folder}" in resumed.stdout
@@ -173,17 +173,20 @@ def test_an_interrupted_run_says_so_and_its_record_too(tmp_path):
     assert errors.splitlines() == ["stopped (interrupted): start the same command again to go on"]
     (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
-    assert (record["status"], record["error"]) == ("stopped", "interrupted")
+    assert (record.status, record.error) == ("stopped", "interrupted")
 
 
 def test_a_failing_run_is_recorded_as_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr("cosinegate.objective.Objective.mean_gate", lambda self, gates: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    def fails(*_):
+        raise RuntimeError("no file \udcff")  # a name that is not UTF-8
+
+    monkeypatch.setattr("cosinegate.objective.Objective.mean_gate", fails)
+    with pytest.raises(RuntimeError, match="no file"):
         short(tmp_path, "+experiment=digits", *SHORT)
     (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
-    assert record["status"] == "failed"
-    assert "ZeroDivisionError" in record["error"]
+    assert record.status == "failed"
+    assert record.error == "RuntimeError: no file \\udcff"
 
 
 def test_held_out_images_are_apart_and_do_not_depend_on_the_seed():
@@ -205,11 +208,11 @@ def test_holdout_chooses_on_held_out_images_and_tests_the_best_once(tmp_path, mo
     monkeypatch.setattr(LitCosineGate, "test_step", lambda self, *b: tested.append(len(b[0][1])) or step(self, *b))
     record, folder = short(tmp_path, "+experiment=digits", "data.validation=holdout", "threads=1")
     assert sum(tested) == 359  # every test image once
-    assert record["selected_on"] == "holdout"
-    assert record["accuracy"]["test_of"] == "best"
-    assert record["accuracy"]["test"] != record["accuracy"]["best"]
+    assert record.selected_on == "holdout"
+    assert record.accuracy.test_of == "best"
+    assert record.accuracy.test != record.accuracy.best
     best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
-    assert best["epoch"] + 1 == record["accuracy"]["best_epoch"]
+    assert best["epoch"] + 1 == record.accuracy.best_epoch
 
 
 def test_last_is_the_last_epoch_even_when_it_is_not_the_best(tmp_path, monkeypatch):
@@ -221,7 +224,7 @@ def test_last_is_the_last_epoch_even_when_it_is_not_the_best(tmp_path, monkeypat
 
     monkeypatch.setattr(LitCosineGate, "validation_step", right_in_the_second_epoch_alone)
     record, folder = short(tmp_path, "+experiment=digits", *SHORT, "trainer.max_epochs=4")
-    assert (record["accuracy"]["best"], record["accuracy"]["best_epoch"]) == (1.0, 2)
+    assert (record.accuracy.best, record.accuracy.best_epoch) == (1.0, 2)
     last, best = (torch.load(folder / "checkpoints" / f"{n}.ckpt", weights_only=True) for n in ("last", "best"))
     assert (last["epoch"] + 1, best["epoch"] + 1) == (4, 2)
 
@@ -233,7 +236,7 @@ def test_a_run_that_lacks_only_its_test_trains_no_more(tmp_path, monkeypatch):
             short(tmp_path, "+experiment=digits", *SHORT)
     monkeypatch.setattr(LitCosineGate, "training_step", lambda self, *batch: 1 / 0)
     record, _ = short(tmp_path, "+experiment=digits", *SHORT)
-    assert (record["status"], record["epochs"]["done"]) == ("finished", 2)
+    assert (record.status, record.epochs.done) == ("finished", 2)
 
 
 def test_a_failed_checkpoint_write_keeps_the_old_one(tmp_path, monkeypatch):

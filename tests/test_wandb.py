@@ -133,5 +133,5 @@ def test_a_server_that_does_not_answer_leaves_the_run_offline(tmp_path):
     assert offline.startswith("W&B cannot be reached (")
     assert offline.endswith("Connection refused): the run is kept offline")
     (folder,) = (tmp_path / "digits").glob("*-s*")
-    assert read_record(folder)["status"] == "finished"
+    assert read_record(folder).status == "finished"
     assert [item["epoch"] for item in histories(read_back(folder)) if "train/loss" in item] == [0]

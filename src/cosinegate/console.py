@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cosinegate.dynamic import routed_percent
 from cosinegate.escape import printable
-from cosinegate.record import ended_early, require
+from cosinegate.record import Record, ended_early, require
 from cosinegate.secret import masked
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ BARS = "·▁▂▃▄▅▆▇█"
 SHOWN = ("experiment", "data", "seed", "selected_on", "gate", "blocks_open", "dynamic_blocks", "paths", "tau_target")
 SHOWN += ("accuracy.test", "accuracy.last", "accuracy.best", "accuracy.last_epoch", "accuracy.best_epoch")
 SHOWN += ("mean_gate", "skip_percent", "flops.counted", "flops.executed", "images_per_second", "seconds")
-COMPILED = tuple(f"compiled.{key}" for key in ("executed", "blocks", "same_class", "images"))
 
 
 def say(words: str) -> None:
@@ -43,40 +42,38 @@ def cell(words: str) -> Text:
     return Text(printable(words))
 
 
-def show_record(record: dict[str, Any], folder: Path) -> None:
+def show_record(record: Record, folder: Path) -> None:
     """The table that ends a training run."""
     if not _is_first_process():
         return
-    require(record, folder / "record.json", *SHOWN, *(key for key in ("ended_early",) if record.get(key) is not None))
-    accuracy, flops = record["accuracy"], record["flops"]
-    table = Table(
-        title=cell(f"{record['experiment']} on {record['data']}, seed {record['seed']}"), title_justify="left"
-    )
+    require(record, folder / "record.json", *SHOWN)
+    accuracy, flops = record.accuracy, record.flops
+    table = Table(title=cell(f"{record.experiment} on {record.data}, seed {record.seed}"), title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("how", overflow="fold")
-    chosen = "the test set" if record["selected_on"] == "test" else "held-out training images"
+    chosen = "the test set" if record.selected_on == "test" else "held-out training images"
     rows = [
-        ("test accuracy", percent(accuracy["test"]), f"hard gates, {accuracy.get('test_of')} epoch"),
-        ("last accuracy", percent(accuracy["last"]), f"epoch {accuracy['last_epoch']}"),
-        ("peak accuracy", percent(accuracy["best"]), f"epoch {accuracy['best_epoch']}, chosen on {chosen}"),
-        ("mean gate", f"{record['mean_gate']:.3f}", f"target {record['tau_target']:g}"),
-        ("skip", f"{record['skip_percent']:.1f}%", "1 - mean gate"),
-        ("FLOPs counted", f"{flops['counted']:.3f}", "the paper's figure: the mean gate"),
-        ("FLOPs executed", f"{flops['executed']:.3f}", "measured, whole network / dense network"),
+        ("test accuracy", percent(accuracy.test), f"hard gates, {accuracy.test_of} epoch"),
+        ("last accuracy", percent(accuracy.last), f"epoch {accuracy.last_epoch}"),
+        ("peak accuracy", percent(accuracy.best), f"epoch {accuracy.best_epoch}, chosen on {chosen}"),
+        ("mean gate", f"{record.mean_gate:.3f}", f"target {record.tau_target:g}"),
+        ("skip", f"{record.skip_percent:.1f}%", "1 - mean gate"),
+        ("FLOPs counted", f"{flops.counted:.3f}", "the paper's figure: the mean gate"),
+        ("FLOPs executed", f"{flops.executed:.3f}", "measured, whole network / dense network"),
         (
             "dynamic blocks",
-            f"{record['dynamic_blocks']} of {len(record['blocks_open'])}",
-            f"open for 5-95% of the images; {routed_percent(record['blocks_open']):.1f} of the "
-            f"{record['skip_percent']:.1f}% are skipped there",
+            f"{record.dynamic_blocks} of {len(record.blocks_open)}",
+            f"open for 5-95% of the images; {routed_percent(record.blocks_open):.1f} of the "
+            f"{record.skip_percent:.1f}% are skipped there",
         ),
-        ("distinct paths", str(record["paths"]), "sets of open blocks"),
-        ("images/s", f"{record['images_per_second']:.0f}", f"training; {record['seconds']:.0f} s in all"),
+        ("distinct paths", str(record.paths), "sets of open blocks"),
+        ("images/s", f"{record.images_per_second:.0f}", f"training; {record.seconds:.0f} s in all"),
     ]
     if early := ended_early(record):
         done, why = early.split(", ", 1)
         rows.insert(0, ("ended early", done, why))
-    if record["gate"] == "none":
+    if record.gate == "none":
         rows = [
             row
             for row in rows
@@ -84,16 +81,15 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
         ]
     for row in rows:
         table.add_row(*map(cell, row))
-    if record.get("cut"):
-        limits = ", ".join(f"trainer.{key}={value}" for key, value in record["cut"].items())
+    if record.cut and record.cut.as_dict():
+        limits = ", ".join(f"trainer.{key}={value}" for key, value in record.cut.as_dict().items())
         table.add_row("cut", "yes", cell(f"{limits}: nothing to compare with a whole run"))
-    if record.get("compiled") is not None:  # an earlier version's record has none
-        require(record, folder / "record.json", *COMPILED)
-        compiled, blocks = record["compiled"], len(record["blocks_open"])
-        words = f"FLOPs; blocks {compiled['blocks']} of {blocks}, same answers on {compiled['same_class']:,} of "
-        table.add_row("compiled", f"{compiled['executed']:.3f}", f"{words}{compiled['images']:,} images")
-    if record["gate"] != "none":
-        table.add_row("open by block", bars(record["blocks_open"]), "first to last; full: every image computes it")
+    if compiled := record.compiled:  # an earlier version's record has none
+        words = f"FLOPs; blocks {compiled.blocks} of {len(record.blocks_open)}, same answers on "
+        words += f"{compiled.same_class:,} of {compiled.images:,} images"
+        table.add_row("compiled", f"{compiled.executed:.3f}", words)
+    if record.gate != "none":
+        table.add_row("open by block", bars(record.blocks_open), "first to last; full: every image computes it")
     Console().print(table)
     figure = folder / "figures" / "curves.png"
     if figure.exists():
@@ -103,7 +99,7 @@ def show_record(record: dict[str, Any], folder: Path) -> None:
         say(f"profile {path}")
 
 
-def show_finished(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+def show_finished(record: Record, folder: Path) -> Record:
     """What a command that asks for a finished run prints; returns the record."""
     say(f"this run is finished; nothing was done. To train it again, change seed or move {folder} away")
     show_record(record, folder)

@@ -85,6 +85,13 @@ def check_plain(content: Any, path: Path, resolved: bool = False) -> None:
             raise UserError(f"{path} cannot be read: it holds a {type(node).__name__}")
 
 
+def value_at(content: Any, key: str) -> Any:
+    """Returns the value of a dotted key, or None."""
+    for part in key.split("."):
+        content = content.get(part) if isinstance(content, dict) else None
+    return content
+
+
 def first_line(error: BaseException) -> str:
     """With the next one where the first only announces it, as torch does of weights that do not fit."""
     lines = [line.strip() for line in str(error).splitlines()] or [""]

@@ -13,28 +13,28 @@ from cosinegate.foreign import first_line
 from cosinegate.identity import leaves, primitives
 from cosinegate.lit import LitCosineGate
 from cosinegate.load import chosen_path, load_checkpoint, run_folder_of
-from cosinegate.record import found, read_record
+from cosinegate.record import Record, read_record
 
 ALIKE = ("network", "data.name", "data.validation", "data.holdout", "data.mean", "data.std")
 
 
 def load_initial_weights(
-    module: LitCosineGate, config: DictConfig, folder: Path, before: dict[str, Any] | None
+    module: LitCosineGate, config: DictConfig, folder: Path, before: Record | None
 ) -> dict[str, Any]:
     """Gives the module the weights of `config.weights`, and returns whose they are, for the record.
 
     A run that goes on has them in its own checkpoint, and its record `before` says whose they were.
     """
     goes_on = any((folder / "checkpoints" / name).exists() for name in (LAST, PREVIOUS))
-    if before is not None and goes_on and before.get("weights"):
-        return before["weights"]
+    if before is not None and goes_on and before.weights is not None:
+        return before.weights.as_dict()
     run = config.weights
     try:
         path = _path(run)
         record = read_record(run_folder_of(path))
-        is_finished = record is not None and record["status"] == "finished"
+        is_finished = record is not None and record.status == "finished"
         if record is not None and not is_finished and Path(run).is_dir():
-            raise UserError(f"is not trained to its end ({record['status']}): train it, or give one of its checkpoints")
+            raise UserError(f"is not trained to its end ({record.status}): train it, or give one of its checkpoints")
         source, trained_with = load_checkpoint(path)
         wanted, given = (leaves(primitives(one)) for one in (config, trained_with))
         for name, value in wanted.items():  # held-out images must be the same, or some were learned from
@@ -49,8 +49,8 @@ def load_initial_weights(
         raise UserError(f"weights = {run}: {error}") from error
     digest = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in weights.values()))
     facts = {"run": run, "checkpoint": path.stem, "sha256": digest.hexdigest()}
-    facts |= {"identity": found(record or {}, "identity"), "seed": trained_with.seed}
-    return facts | {"epochs": record["epochs"]["done"] if is_finished else _epochs(path)}
+    facts |= {"identity": record and record.identity, "seed": trained_with.seed}
+    return facts | {"epochs": record.epochs.done if is_finished else _epochs(path)}
 
 
 def _epochs(path: Path) -> int:

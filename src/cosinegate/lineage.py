@@ -2,31 +2,31 @@
 
 from typing import Any
 
-PROGRAM = ("git_commit", "git_changed", "versions")
-Span = dict[str, Any]  # "epochs": the first and the last, counted from 1; and the program
+from cosinegate.record import Program, Record, Span
 
 
-def spans(
-    before: dict[str, Any] | None, epochs: int, inside: bool, planned: int, program: dict[str, Any]
-) -> list[Span]:
+def spans(before: Record | None, epochs: int, inside: bool, planned: int, program: Program) -> list[Span]:
     """The programs of a run that goes on after so many `epochs`, `inside` the next one or at its beginning.
 
     `before` is the run's record. This program is the last, unless nothing is left to train.
     """
-    reached, own = epochs + inside, {key: program[key] for key in PROGRAM}
-    found: list[Span] = []
+    reached, trained_by = epochs + inside, []
     if before is not None and reached > 0:
-        alone = {"epochs": [1, reached]} | {key: before.get(key) for key in PROGRAM}  # as earlier versions recorded
-        found = [span for span in before.get("trained_by") or [alone] if span["epochs"][0] <= reached]
-        found = [span | {"epochs": [span["epochs"][0], min(span["epochs"][1], reached)]} for span in found]
-    if found:
-        found[-1]["epochs"][1] = reached
-    if not found or (epochs < planned and {key: found[-1].get(key) for key in PROGRAM} != own):
-        found.append({"epochs": [epochs + 1, epochs + 1]} | own)
-    return found
+        alone = Span(epochs=[1, reached], **_program(before))  # as earlier versions recorded
+        earlier = [span for span in before.trained_by or [alone] if span.epochs[0] <= reached]
+        trained_by = [span.replace(epochs=[span.epochs[0], min(span.epochs[1], reached)]) for span in earlier]
+    if trained_by:
+        trained_by[-1].epochs[1] = reached
+    if not trained_by or (epochs < planned and _program(trained_by[-1]) != _program(program)):
+        trained_by.append(Span(epochs=[epochs + 1, epochs + 1], **_program(program)))
+    return trained_by
 
 
-def what_changed(earlier: dict[str, Any], now: dict[str, Any]) -> str | None:
+def _program(of: Program) -> dict[str, Any]:
+    return {key: getattr(of, key) for key in Program.model_fields}
+
+
+def what_changed(earlier: Program, now: Program) -> str | None:
     """How two programs differ, in words."""
     before, after = _named(earlier), _named(now)
     both = [name for name in after if name in before]
@@ -34,7 +34,6 @@ def what_changed(earlier: dict[str, Any], now: dict[str, Any]) -> str | None:
     return ", ".join(changed) or None
 
 
-def _named(program: dict[str, Any]) -> dict[str, str]:
-    commit = f"{str(program.get('git_commit'))[:10]}{' with changes' if program.get('git_changed') else ''}"
-    versions = program.get("versions")
-    return {"commit": commit} | (versions if isinstance(versions, dict) else {})
+def _named(program: Program) -> dict[str, str]:
+    commit = f"{str(program.git_commit)[:10]}{' with changes' if program.git_changed else ''}"
+    return {"commit": commit} | (program.versions or {})

@@ -15,7 +15,7 @@ from cosinegate.foreign import first_line
 from cosinegate.identity import convolution_weights
 from cosinegate.legacy import upgraded
 from cosinegate.lit import LitCosineGate
-from cosinegate.record import found, read_record
+from cosinegate.record import read_record
 from cosinegate.schema import GATES, Config
 
 SMALLEST_WEIGHT = 2  # bytes, in half precision
@@ -25,7 +25,8 @@ def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
     """The checkpoint that was asked for; if none was, the one that the record's test accuracy is of."""
     if checkpoint is not None or not Path(run).is_dir():
         return checkpoint_path(Path(run), (checkpoint or Checkpoint.last).name)
-    tested = found(read_record(Path(run)) or {}, "accuracy.test_of")
+    record = read_record(Path(run))
+    tested = record and record.accuracy.test_of
     return checkpoint_path(Path(run), tested if tested in Checkpoint.__members__ else Checkpoint.last.name)
 
 
@@ -51,8 +52,10 @@ def _require_own_run(stored: dict[str, Any], path: Path) -> None:
     run, folder = stored.get("run"), path.parent.parent
     if path.parent.name != "checkpoints" or not isinstance(run, dict):  # an earlier version did not say
         return
-    for key, ours in (read_record(folder) or {}).items():
-        if key in ("identity", "seed") and run.get(key) != ours:
+    record = read_record(folder)
+    for key in ("identity", "seed"):
+        ours = getattr(record, key, None)
+        if ours is not None and run.get(key) != ours:
             raise UserError(f"{path} is of another run: its {key} is {run.get(key)}, that of {folder} is {ours}")
 
 

@@ -4,11 +4,11 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from cosinegate.console import clock, percent, say
 from cosinegate.lock import is_locked
-from cosinegate.record import ended_early
+from cosinegate.record import Record, ended_early
 
 if TYPE_CHECKING:
     from cosinegate.sweep import Job
@@ -53,8 +53,8 @@ class Progress:
             self.seen[job.number] = stamp
             changed = True
             record = job.record()
-            if record and record["status"] != self.status.get(job.number):
-                self.status[job.number] = record["status"]
+            if record and record.status != self.status.get(job.number):
+                self.status[job.number] = record.status
                 self._line(
                     f"job {job.number} of {self.total} {_news(record, self.epochs_before[job.number])}: {job.label}"
                 )
@@ -90,15 +90,15 @@ def _stamp(folder: Path) -> int | None:
         return None
 
 
-def _news(record: dict[str, Any], epochs_before: int) -> str:
-    if record["status"] == "finished":
-        accuracy, gate, executed = record["accuracy"]["test"], record["mean_gate"], record["flops"]["executed"]
+def _news(record: Record, epochs_before: int) -> str:
+    if record.status == "finished":
+        accuracy, gate, executed = record.accuracy.test, record.mean_gate, record.flops.executed
         early = ended_early(record)
         return f"finished with {percent(accuracy)}, gate {gate:.3f}, executed {executed:.3f}" + (
             f" ({early})" if early else ""
         )
-    if record["status"] == "stopped":
+    if record.status == "stopped":
         return "stopped"
-    if record["status"] == "failed":
-        return f"failed ({record.get('error')})"
+    if record.status == "failed":
+        return f"failed ({record.error})"
     return f"goes on after epoch {epochs_before}" if epochs_before else "starts"

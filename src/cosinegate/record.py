@@ -3,16 +3,20 @@
 import csv
 import io
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
+from annotated_types import Predicate
 from hydra.core.hydra_config import HydraConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
-from cosinegate.config import is_number
 from cosinegate.errors import UserError
 from cosinegate.files import write_atomically
 from cosinegate.foreign import first_line, read_json, read_text
@@ -20,94 +24,241 @@ from cosinegate.schema import is_plain_name
 
 FORMAT = 1
 AWAY = "move its folder away to train the run again"
-STATES = ("running", "finished", "stopped", "failed")
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
 PACKAGES += ("onnx", "onnxruntime", "safetensors")
 LARGEST_METRICS = 64 * 2**20  # bytes
+MOST_EPOCHS = 10**9
 
 Row = dict[str, float]
 
 
-# what a record's numbers can be, by their keys
-NUMBERS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("accuracy.test", "accuracy.last", "accuracy.best", "mean_gate", "tau_target"), (0, 1)),
-    **dict.fromkeys(("epochs.done", "weights.epochs", "accuracy.last_epoch", "accuracy.best_epoch"), (0, 10**9)),
-    **dict.fromkeys(("flops.counted", "flops.executed", "flops.compiled", "dynamic_blocks"), (0, 10**6)),
-    **dict.fromkeys(("compiled.executed", "compiled.blocks", "compiled.dynamic_blocks"), (0, 10**6)),
-    **dict.fromkeys(("compiled.same_class", "compiled.images"), (0, 10**9)),
-    **dict.fromkeys(("latency_ms", "images_per_second", "seconds", "paths"), (0, 1e12)),
-    **dict.fromkeys(("epochs.planned", "trunk.epochs"), (1, 10**9)),
-    "flops.dense_per_image": (0, 1e18),
-    "latency.time_ratio": (0, 1e6),
-    "seed": (0, 2**32 - 1),
-    "skip_percent": (-1, 101),  # with room for rounding
-}
-NAMES = ("identity", "data", "gate", "selected_on", "network")  # some of them name files
-PARTS = ("epochs", "accuracy", "flops", "versions", "cut", "compiled")
-KINDS = {**dict.fromkeys(NUMBERS, (int, float)), **dict.fromkeys(NAMES, str), **dict.fromkeys(PARTS, dict)}
+def _or_nan(value: Any, check: Callable[[Any], float]) -> float:
+    return value if isinstance(value, float) and math.isnan(value) else check(value)
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a run, or None where there is none."""
+OrNan = WrapValidator(_or_nan)  # of a run that diverged: a page shows a dash, a table refuses it
+PlainName = Annotated[str, Predicate(is_plain_name)]  # some of them name files
+Printable = Annotated[str, Predicate(str.isprintable)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionOrNan = Annotated[Fraction, OrNan]
+Percent = Annotated[float, Field(ge=-1, le=101), OrNan]  # with room for rounding
+Ratio = Annotated[float, Field(ge=0, le=1e6)]  # the dense network = 1
+RatioOrNan = Annotated[Ratio, OrNan]
+Amount = Annotated[float, Field(ge=0, le=1e12)]
+Number = Annotated[int | float, Field(ge=0, le=1e12)]  # a count, which metrics.csv has as a float
+Count = Annotated[int, Field(ge=0, le=MOST_EPOCHS)]
+Epoch = Annotated[int, Field(ge=1, le=MOST_EPOCHS)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+class Part(BaseModel):
+    """A part of a record. Keys of other versions are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what record.json holds: the keys that were given, null or not."""
+        return self.model_dump(exclude_unset=True)
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with other values. Ends with one line where a value is one that no run can have."""
+        content = self.as_dict() | changes
+        try:
+            return self.model_validate(content)
+        except ValidationError as error:
+            raise UserError(f"a run's record cannot hold {_wrong_value(error, content)}") from error
+
+
+class Epochs(Part):
+    planned: Epoch | None = None
+    done: Count
+
+
+class Accuracy(Part):
+    """Of the last and the best validation, and of the test; epochs count from 1."""
+
+    last: FractionOrNan | None = None
+    last_epoch: Count | None = None
+    best: FractionOrNan | None = None
+    best_epoch: Count | None = None
+    best_skip_percent: Percent | None = None
+    epoch_100: FractionOrNan | None = None
+    epoch_100_skip_percent: Percent | None = None
+    test: FractionOrNan | None = None
+    test_of: str | None = None  # the checkpoint
+
+
+class Flops(Part):
+    """Counted as the paper does, executed, and what compiling the gates would leave."""
+
+    counted: RatioOrNan | None = None
+    executed: RatioOrNan | None = None
+    dense_per_image: Annotated[int, Field(ge=0, le=10**18)] | None = None
+    compiled: Ratio | None = None
+
+
+class Compiled(Part):
+    """The compiled network: its FLOPs and blocks, and for how many test images it has the trained network's class."""
+
+    executed: Ratio
+    blocks: Count
+    dynamic_blocks: Count | None = None
+    same_class: Count
+    images: Count
+
+
+class Latency(Part):
+    """How `latency_ms` was measured, and its ratio to the dense network in the same minutes."""
+
+    batch: Count | None = None
+    engine: str | None = None
+    threads: Count | None = None
+    time_ratio: Ratio | None = None
+    measured: str | None = None
+
+
+class Cut(Part):
+    """The keys of the trainer by which a run saw less than its epochs have."""
+
+    max_steps: int | None = None
+    max_time: str | None = None
+    overfit_batches: Number | None = None
+
+
+class Source(Part):
+    """The run that weights were taken from."""
+
+    run: str | None = None
+    checkpoint: str | None = None
+    sha256: str | None = None
+    identity: str | None = None
+    seed: Seed | None = None
+    epochs: Count | None = None
+
+
+class Exits(Part):
+    """Early exits: the network that they were fitted to, where they stand, and at which budget."""
+
+    source: str | None = None
+    after: list[Count] | None = None
+    budget: Ratio | None = None
+    own_accuracy: Fraction | None = None
+    own_executed: Ratio | None = None
+
+
+class Program(Part):
+    """What trains: the commit and the packages."""
+
+    git_commit: str | None = None
+    git_changed: bool | None = None
+    versions: dict[str, Any] | None = None
+
+
+class Span(Program):
+    """The first and the last epoch that a program trained."""
+
+    epochs: Annotated[list[Epoch], Field(min_length=2, max_length=2)]
+
+
+class Record(Program):
+    """What record.json holds. An earlier version, and a run that is not finished, has fewer keys."""
+
+    format: int = FORMAT
+    status: Literal["running", "finished", "stopped", "failed"]
+    error: str | None = None
+    experiment: Printable | None = None
+    identity: PlainName | None = None
+    data: PlainName | None = None
+    seed: Seed | None = None
+    gate: PlainName | None = None
+    signal: str | None = None
+    calibration: str | None = None
+    polarity: str | None = None
+    tau_target: Fraction | None = None
+    lambda_flops: float | None = None
+    selected_on: PlainName | None = None
+    network: PlainName | None = None
+    sweep: str | None = None
+    trunk: Source | None = None
+    weights: Source | None = None
+    epochs: Epochs
+    accuracy: Accuracy = Accuracy()
+    mean_gate: FractionOrNan | None = None
+    skip_percent: Percent | None = None
+    routed_percent: Percent | None = None
+    blocks_open: list[Fraction] | None = None
+    dynamic_blocks: Number | None = None
+    paths: Number | None = None
+    flops: Flops = Flops()
+    compiled: Compiled | None = None
+    exits: Exits | None = None
+    latency_ms: Amount | None = None
+    latency: Latency | None = None
+    parameters: Annotated[int, Field(ge=0)] | None = None
+    gate_parameters: Annotated[int, Field(ge=0)] | None = None
+    images_per_second: Annotated[Amount, OrNan] | None = None
+    seconds: Amount | None = None
+    peak_memory_mib: float | None = None
+    started: str | None = None
+    first_step_at: float | None = None
+    updated: str | None = None
+    ended_early: Printable | None = None
+    cut: Cut | None = None
+    trained_by: list[Span] | None = None
+    command: str | None = None
+    overrides: list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_parts(cls, content: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in content.items() if value is not None or key not in ("accuracy", "flops")}
+
+
+def read_record(folder: Path) -> Record | None:
+    """Returns the record of a run, or None where there is none."""
     path = folder / "record.json"
     try:
-        record = read_json(path)
+        content = read_json(path)
     except FileNotFoundError:
         return None
     except UserError as error:
         if isinstance(error.__cause__, NotADirectoryError):
             raise UserError(f"{folder}: cannot be a run's folder, for a part of that path is a file") from error
         raise UserError(f"{error}; {AWAY}") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is not a run record of format {FORMAT}; {AWAY}")
-    if record.get("status") not in STATES or not isinstance(found(record, "epochs.done"), int):
-        raise UserError(f"{path} lacks a run's status or epochs; {AWAY}")
-    for key, kind in KINDS.items():
-        value = found(record, key)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise UserError(f"{path}: {key} = {str(value)[:80]}; {AWAY}")
-    return record
+    try:
+        return Record.model_validate(content)
+    except ValidationError as error:
+        wrong = {one["loc"] for one in error.errors() if not one["type"].endswith("_than_equal")}
+        if wrong & {("status",), ("epochs",), ("epochs", "done")}:
+            raise UserError(f"{path} lacks a run's status or epochs; {AWAY}") from error
+        raise UserError(f"{path}: {_wrong_value(error, content)}; {AWAY}") from error
 
 
-def require(record: dict[str, Any], path: Path, *keys: str) -> None:
-    """Ends with one line where one of the keys has no value, or one that no run can have."""
+def _wrong_value(error: ValidationError, content: Any) -> str:
+    """Returns the first wrong key and its value, in words."""
+    keys = []
+    for key in error.errors(include_url=False, include_context=False)[0]["loc"]:
+        if not isinstance(content, dict) or key not in content:
+            break
+        keys.append(key)
+        content = content[key]
+    return f"{'.'.join(keys)} = {str(content)[:80]}"
+
+
+def require(record: Record, path: Path, *keys: str) -> None:
+    """Ends with one line where one of the keys has no value."""
     for key in keys:
-        value = found(record, key)
-        if key in NUMBERS:
-            low, high = NUMBERS[key]
-            good = value is not None and low <= value <= high
-        elif key == "blocks_open":
-            good = isinstance(value, list) and all(is_number(share) and 0 <= share <= 1 for share in value)
-        else:
-            good = isinstance(value, str) and (is_plain_name(value) if key in NAMES else value.isprintable())
-        if not good:
-            raise UserError(f"{path}: {key} = {str(value)[:80]}")
+        value = attrgetter(key)(record)
+        if value is None or value != value:
+            raise UserError(f"{path}: {key} = {value}")
 
 
-def check_values(record: dict[str, Any], path: Path) -> None:
-    """Ends with one line where a record that a run goes on from holds what no run can have."""
-    require(record, path, *(key for key in NUMBERS if found(record, key) is not None))
-    first_step_at, trained_by = record.get("first_step_at"), record.get("trained_by", [])
-    if not isinstance(record.get("started", ""), str) or not (first_step_at is None or is_number(first_step_at)):
-        raise UserError(f"{path}: started = {record.get('started')}, first_step_at = {first_step_at}; {AWAY}")
-    spans = trained_by if isinstance(trained_by, list) else [None]
-    if not all(isinstance(span, dict) and _is_span(span.get("epochs")) for span in spans):
-        raise UserError(f"{path}: trained_by = {str(trained_by)[:80]}; {AWAY}")
-
-
-def _is_span(epochs: Any) -> bool:
-    return isinstance(epochs, list) and len(epochs) == 2 and all(type(epoch) is int and epoch >= 1 for epoch in epochs)
-
-
-def found(record: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key, or None."""
-    for part in key.split("."):
-        record = record.get(part) if isinstance(record, dict) else None
-    return record
-
-
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    write_atomically(folder / "record.json", json.dumps({"format": FORMAT} | record, indent=2, allow_nan=True) + "\n")
+def write_record(folder: Path, record: Record) -> None:
+    """Writes record.json, whole or not at all."""
+    content = {"format": FORMAT} | record.as_dict()
+    write_atomically(folder / "record.json", json.dumps(content, indent=2, allow_nan=True) + "\n")
 
 
 def read_metrics(folder: Path) -> dict[int, Row]:
@@ -125,7 +276,7 @@ def read_metrics(folder: Path) -> dict[int, Row]:
                 raise ValueError(f"line {number} has {len(line)} values for {len(names)} columns")
             row = dict(zip(names, line, strict=True))
             epoch = int(row.pop("epoch"))
-            if epoch in read or not 1 <= epoch <= NUMBERS["epochs.done"][1]:
+            if epoch in read or not 1 <= epoch <= MOST_EPOCHS:
                 raise ValueError(f"line {number} is of epoch {epoch}: epochs count from 1, each once")
             read[epoch] = {name: float(value) for name, value in row.items() if value != ""}
     except (KeyError, ValueError, csv.Error) as error:
@@ -166,11 +317,10 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def ended_early(record: dict[str, Any]) -> str | None:
-    """What ended a finished run before its schedule did, in words."""
-    done, planned = record["epochs"]["done"], found(record, "epochs.planned")
-    by = record.get("ended_early")
-    if record["status"] != "finished" or (by is None and done == (planned or done)):
+def ended_early(record: Record) -> str | None:
+    """Returns what ended a finished run before its schedule did, in words."""
+    done, planned, by = record.epochs.done, record.epochs.planned, record.ended_early
+    if record.status != "finished" or (by is None and done == (planned or done)):
         return None
     return f"{done} of {planned} epochs, ended by {by or 'what its record does not name'}"
 

@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 from cosinegate.callbacks.checkpoints import BEST, LAST, PREVIOUS
 from cosinegate.checkpoint import load_weights, read_checkpoint
 from cosinegate.errors import UserError
+from cosinegate.foreign import value_at
 from cosinegate.lit import LitCosineGate
-from cosinegate.record import Row, accuracies, check_values, found
+from cosinegate.record import Record, Row, accuracies
 from cosinegate.run_dir import differences, run_stamp, stored_config
 from cosinegate.seal import is_intact
 
@@ -37,11 +38,9 @@ class ResumePoint:
 
 
 def find_resume_point(
-    folder: Path, config: DictConfig, record: dict[str, Any] | None, rows: dict[int, Row], module: LitCosineGate
+    folder: Path, config: DictConfig, record: Record | None, rows: dict[int, Row], module: LitCosineGate
 ) -> ResumePoint:
     """The last checkpoint that is whole. Ends with one line, and nothing changed, where a file is of another run."""
-    if record is not None:
-        check_values(record, folder / "record.json")
     _check_config(folder, config)
     for name in ("checkpoints", "figures"):
         if os.path.lexists(folder / name) and not (folder / name).is_dir():
@@ -103,17 +102,15 @@ def _progress_of(path: Path, config: DictConfig, module: LitCosineGate) -> tuple
 
 def _progress(stored: dict[str, Any], path: Path) -> tuple[int, bool]:
     """The epochs that a checkpoint was trained for, and whether it has made steps of the next."""
-    loop = found(stored, "loops.fit_loop") or {}
-    epochs, steps = found(loop, "epoch_progress.current.processed"), stored.get("global_step")
+    loop = value_at(stored, "loops.fit_loop") or {}
+    epochs, steps = value_at(loop, "epoch_progress.current.processed"), stored.get("global_step")
     inside = loop.get("epoch_loop.batch_progress", {})
     if not (isinstance(epochs, int) and isinstance(steps, int) and 0 <= epochs <= steps):
         raise UserError(f"{path} is not a checkpoint of this program: it does not say how many epochs it is of")
-    return epochs, stored.get("epoch") == epochs and bool(found(inside, "current.processed"))
+    return epochs, stored.get("epoch") == epochs and bool(value_at(inside, "current.processed"))
 
 
-def _check_epochs(
-    folder: Path, point: ResumePoint, rows: dict[int, Row], record: dict[str, Any] | None, planned: int
-) -> None:
+def _check_epochs(folder: Path, point: ResumePoint, rows: dict[int, Row], record: Record | None, planned: int) -> None:
     """metrics.csv and the record have every epoch that the checkpoint was trained for, and hardly any more."""
     metrics, most = folder / "metrics.csv", min(point.epochs + (AHEAD if point.path else 1), planned)
     if point.epochs > planned:
@@ -124,7 +121,7 @@ def _check_epochs(
         raise UserError(f"{metrics} {what}, and {point}; put it back, or {AWAY}")
     if max(rows, default=0) > most:
         raise UserError(f"{metrics} has a row of epoch {max(rows)}, but {point}; put back what is missing, or {AWAY}")
-    done = found(record or {}, "epochs.done") or 0
+    done = record.epochs.done if record else 0
     if not point.epochs <= done <= most:
         path = folder / "record.json"
         raise UserError(f"{path} has {done} epochs done, but {point}; put back what is missing, or {AWAY}")

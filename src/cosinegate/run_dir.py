@@ -14,7 +14,7 @@ from cosinegate.files import is_part, refuse_dangling_links, remove_parts
 from cosinegate.foreign import parse_yaml, read_text
 from cosinegate.identity import LATEST, NOT_IDENTITY, SWEEPS, identity, leaves, primitives
 from cosinegate.lock import LOCK
-from cosinegate.record import read_record
+from cosinegate.record import Record, read_record
 from cosinegate.secret import masked
 
 FILES = ("record.json", "config.yaml", "metrics.csv", "traceback.txt", "not_finite.pt")
@@ -22,13 +22,13 @@ RUN = re.compile(r"[0-9a-f]{10}-s\d+")  # how run_folder names one
 CHECKPOINTS = ("last.ckpt", "best.ckpt")
 
 
-def own_record(folder: Path, config: DictConfig, facts: dict[str, Any]) -> dict[str, Any] | None:
+def own_record(folder: Path, config: DictConfig, facts: dict[str, Any]) -> Record | None:
     """The record of this run, or None before its first start. Any other folder is refused with one line."""
     _refuse_shared(folder, Path(config.runs_dir))
     record = read_record(folder)
     if record is None:
         _refuse_foreign_files(folder)
-    elif any(record.get(key) != facts[key] for key in ("identity", "seed")):
+    elif (record.identity, record.seed) != (facts["identity"], facts["seed"]):
         raise UserError(f"run_dir = {folder}: {_another_run(folder, config, record)}")
     return record
 
@@ -121,7 +121,7 @@ def _refuse_foreign_files(folder: Path) -> None:
         raise UserError(f"run_dir = {folder}: holds {other}, which is not of this run; choose an empty or a new folder")
 
 
-def _another_run(folder: Path, config: DictConfig, record: dict[str, Any]) -> str:
+def _another_run(folder: Path, config: DictConfig, record: Record) -> str:
     try:
         found = differences(stored_config(folder), config)
     except UserError:
@@ -132,7 +132,7 @@ def _another_run(folder: Path, config: DictConfig, record: dict[str, Any]) -> st
             f"holds a run of another config: {theirs} epochs are another schedule than {ours}, hence another run; "
             f"leave run_dir out, or choose another folder; weights={folder} would begin with its weights"
         )
-    if record.get("seed") != config.seed:
-        found["seed"] = record.get("seed"), config.seed
+    if record.seed != config.seed:
+        found["seed"] = record.seed, config.seed
     words = next((f" ({key} = {theirs}, not {ours})" for key, (theirs, ours) in found.items()), "")
     return f"holds a run of another config{words}; choose another folder"

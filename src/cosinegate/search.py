@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from cosinegate.foreign import first_line
 from cosinegate.identity import SWEEPS, identity, primitives, run_folder
 from cosinegate.lock import locked
 from cosinegate.manifest import add_to_manifest, how_to_draw
-from cosinegate.record import found, read_record
+from cosinegate.record import Record, read_record
 from cosinegate.schema import is_plain_name
 from cosinegate.train import train
 
@@ -201,20 +202,20 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
     return failures
 
 
-def _accuracy(record: dict[str, Any]) -> float:
+def _accuracy(record: Record) -> float:
     """On the images that the run validates on: never the test set, unless the config validates there."""
-    return _figure(record, f"accuracy.{'best' if record['selected_on'] == Validation.holdout.name else 'last'}")
+    return _figure(record, f"accuracy.{'best' if record.selected_on == Validation.holdout.name else 'last'}")
 
 
-def _cost(record: dict[str, Any], cost: Cost) -> float:
+def _cost(record: Record, cost: Cost) -> float:
     """Of the same images and the same epoch, where the gates count."""
-    if cost is Cost.counted and record["selected_on"] == Validation.holdout.name:
+    if cost is Cost.counted and record.selected_on == Validation.holdout.name:
         return 1 - _figure(record, "accuracy.best_skip_percent") / 100
     return _figure(record, f"flops.{cost.name}")
 
 
-def _figure(record: dict[str, Any], key: str) -> float:
-    value = found(record, key)
+def _figure(record: Record, key: str) -> float:
+    value = attrgetter(key)(record)
     if not is_number(value):
         raise UserError(f"its record has no {key}")
     return value
@@ -235,7 +236,7 @@ def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
     for trial in sorted(trials, key=lambda trial: -trial.values[0]):
         values = (f"{trial.params[name]:.4g}" for name in space.distributions)
         record = read_record(folders[trial.number])
-        test = percent(record["accuracy"]["test"]) if record else ""
+        test = percent(record.accuracy.test) if record else ""
         accuracy, cost = trial.values
         star = "★" if trial.number in best else ""
         table.add_row(star, str(trial.number + 1), percent(accuracy), f"{cost:.3f}", *values, test)

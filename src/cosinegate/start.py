@@ -19,7 +19,7 @@ from cosinegate.identity import identity, run_folder
 from cosinegate.lit import LitCosineGate
 from cosinegate.lock import locked
 from cosinegate.networks.name import network_name
-from cosinegate.record import found, read_record
+from cosinegate.record import Record, read_record
 from cosinegate.resume import ResumePoint, find_resume_point
 from cosinegate.run_dir import link_latest, remove_scraps
 from cosinegate.stop import StopRequest, taking_signals
@@ -57,7 +57,7 @@ def holding(folder: Path, stop: StopRequest, wait: bool) -> Iterator[None]:
 def go_on(
     folder: Path,
     config: DictConfig,
-    before: dict[str, Any] | None,
+    before: Record | None,
     module: LitCosineGate,
     trainer: L.Trainer,
     kept: KeptCallbacks,
@@ -102,8 +102,8 @@ def _clear(folder: Path, point: ResumePoint) -> None:
     remove_scraps(folder)
 
 
-def is_finished(record: dict[str, Any] | None) -> bool:
-    return record is not None and record["status"] == "finished"
+def is_finished(record: Record | None) -> bool:
+    return record is not None and record.status == "finished"
 
 
 def name_another_schedule(config: DictConfig, folder: Path) -> None:
@@ -111,7 +111,7 @@ def name_another_schedule(config: DictConfig, folder: Path) -> None:
     if config.weights is not None:
         return
     others = sorted(folder.parent.glob(f"*-s{config.seed}"))[:MOST_LOOKED_AT]
-    planned = {found(record, "epochs.planned") for other in others if (record := _finished_record(other))}
+    planned = {record.epochs.planned for other in others if (record := _finished_record(other))}
     for epochs in planned - {config.trainer.max_epochs, None}:
         other = run_folder(OmegaConf.merge(config, {"run_dir": None, "trainer": {"max_epochs": epochs}}))
         if _finished_record(other):
@@ -120,7 +120,7 @@ def name_another_schedule(config: DictConfig, folder: Path) -> None:
             return
 
 
-def _finished_record(folder: Path) -> dict[str, Any] | None:
+def _finished_record(folder: Path) -> Record | None:
     try:
         record = read_record(folder)
     except UserError:

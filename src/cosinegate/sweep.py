@@ -29,7 +29,7 @@ from cosinegate.errors import UserError
 from cosinegate.identity import identity, run_folder
 from cosinegate.manifest import add_to_manifest, digest, how_to_draw
 from cosinegate.orphans import PATIENCE, end_with
-from cosinegate.record import read_record
+from cosinegate.record import Record, read_record
 from cosinegate.stop import Stopped, taking_signals
 
 MOST_JOBS = 10_000
@@ -50,7 +50,7 @@ class Job:
     def folder(self) -> Path:
         return run_folder(self.config)
 
-    def record(self) -> dict[str, Any] | None:
+    def record(self) -> Record | None:
         try:
             return read_record(self.folder)
         except UserError:
@@ -58,11 +58,11 @@ class Job:
 
     def is_finished(self) -> bool:
         record = self.record()
-        return record is not None and record["status"] == "finished"
+        return record is not None and record.status == "finished"
 
     def epochs_done(self) -> int:
         record = self.record()
-        return record["epochs"]["done"] if record else 0
+        return record.epochs.done if record else 0
 
     def epochs_left(self) -> int:
         return 0 if self.is_finished() else self.config.trainer.max_epochs - self.epochs_done()

@@ -1,7 +1,6 @@
 """Trains a run: the paper's Algorithm 1 with lightning around it. A stopped run goes on where it was."""
 
 import tempfile
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +15,7 @@ from cosinegate.identity import run_folder
 from cosinegate.initial_weights import load_initial_weights
 from cosinegate.memory import keep_freed_memory
 from cosinegate.networks.flops import dense_flops
+from cosinegate.record import Record
 from cosinegate.resume import best_checkpoint
 from cosinegate.run_dir import own_record
 from cosinegate.start import go_on, holding, is_finished, name_another_schedule, run_facts
@@ -23,7 +23,7 @@ from cosinegate.trainer import build_trainer, check_batches, lightning_mistakes,
 from cosinegate.wandb_end import ending_wandb
 
 
-def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
+def train(config: DictConfig, job: str | None = None) -> Record:
     """Trains, evaluates with hard gates, and returns the run's record. A finished run is left as it is.
 
     `job` says which of several jobs this is; then whoever started them shows the results.
@@ -68,7 +68,7 @@ def train(config: DictConfig, job: str | None = None) -> dict[str, Any]:
     return record
 
 
-def try_a_few_batches(config: DictConfig) -> dict[str, Any]:
+def try_a_few_batches(config: DictConfig) -> Record:
     """Trains, validates and tests a few batches through everything that a run goes through, in a folder that goes."""
     batches = int(config.trainer.fast_dev_run)
     short = {f"limit_{stage}_batches": batches for stage in ("train", "val", "test")}

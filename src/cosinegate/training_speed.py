@@ -35,7 +35,7 @@ from cosinegate.memory import keep_freed_memory
 from cosinegate.networks import ResNet
 from cosinegate.objective import Objective
 from cosinegate.outputs import require_own, write_text
-from cosinegate.record import provenance, read_record
+from cosinegate.record import Record, provenance, read_record
 from cosinegate.schema import OptimizerConfig
 
 TRAIN = Path(__file__).parents[1] / "train.py"
@@ -165,7 +165,7 @@ def framework_ratio(gated: DictConfig, asked: TrainingSpeedConfig) -> list[Figur
     ratio = ours / bare
     how = f"{asked.rounds} epochs of {asked.batches} training and {asked.val_batches} validation batches in turn: "
     how += f"{ours:.1f} / {bare:.1f} s"
-    peak = record["peak_memory_mib"] / 1024
+    peak = record.peak_memory_mib / 1024
     return [
         Figure("epoch through train.py / bare PyTorch loop", ratio, "<= 1.05", ratio <= 1.05, how),
         Figure(
@@ -184,7 +184,7 @@ def start_to_first_step(rounds: int) -> Figure:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as runs:
             begin = time.time()
-            waits.append(_train(runs, "+experiment=digits", "trainer.max_epochs=1")["first_step_at"] - begin)
+            waits.append(_train(runs, "+experiment=digits", "trainer.max_epochs=1").first_step_at - begin)
     wait = statistics.median(waits)
     return Figure("start to first step of +experiment=digits, s", wait, "<= 15", wait <= 15, f"median of {rounds}")
 
@@ -204,7 +204,7 @@ def side_by_side(gated: DictConfig, asked: TrainingSpeedConfig) -> Figure:
                 own = [f"threads={max(1, asked.threads // 2)}", "hydra.launcher.n_jobs=2"]
             own += [f"hydra/launcher={launcher}", f"data.root={gated.data.root}"]
             records = _train_all(runs, *job, *own)
-            rates[launcher].append(sum(record["images_per_second"] for record in records))
+            rates[launcher].append(sum(record.images_per_second for record in records))
     together, alone = statistics.median(rates["joblib"]), statistics.median(rates["basic"]) / 2
     how = f"{together:.0f} images/s of two jobs, {alone:.0f} of one, in turn"
     ratio = alone / together
@@ -263,13 +263,13 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _train(runs: str, *overrides: str) -> dict[str, Any]:
+def _train(runs: str, *overrides: str) -> Record:
     """Runs train.py in a process of its own; gives the run's record."""
     (record,) = _train_all(runs, *overrides)
     return record
 
 
-def _train_all(runs: str, *overrides: str) -> list[dict[str, Any]]:
+def _train_all(runs: str, *overrides: str) -> list[Record]:
     command = [sys.executable, str(TRAIN), *overrides, f"runs_dir={runs}"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:

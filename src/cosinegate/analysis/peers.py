@@ -18,14 +18,13 @@ from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import Configuration, Family, families, find_runs, mark_early
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.commands import TableConfig
-from cosinegate.config import is_number
 from cosinegate.console import complain, say
 from cosinegate.dynamic import routed_percent
 from cosinegate.errors import UserError
 from cosinegate.escape import code, markdown, printable
 from cosinegate.identity import NOT_IDENTITY
 from cosinegate.outputs import require_own, save_figure, write_text
-from cosinegate.record import found
+from cosinegate.record import Record
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -78,8 +77,8 @@ def _name(folders: list[Path]) -> str:
 
 def reference(rows: list[Configuration]) -> Configuration | None:
     """The dense network that FLOPs and times are ratios to: the largest that was trained."""
-    dense = [one for one in rows if one.is_dense and one.first["flops"].get("dense_per_image") is not None]
-    return max(dense, key=lambda one: one.first["flops"]["dense_per_image"], default=None)
+    dense = [one for one in rows if one.is_dense and one.first.flops.dense_per_image is not None]
+    return max(dense, key=lambda one: one.first.flops.dense_per_image, default=None)
 
 
 def ratio(one: Configuration, to: Configuration | None, x: str) -> tuple[float, float | None] | None:
@@ -96,25 +95,21 @@ def executed(one: Configuration, to: Configuration | None) -> tuple[float, float
 
 
 def quotes(one: Configuration) -> list[Quoted]:
-    data = one.first["data"]
-    begin = QUOTES.get(data, {}).get(one.first["experiment"])
+    data = one.first.data
+    begin = QUOTES.get(data, {}).get(one.first.experiment)
     return [quoted for quoted in QUOTED.get(data, []) if begin is not None and quoted.name.startswith(begin)]
 
 
 def command_of(one: Configuration) -> str:
     """What trains the row on any machine, whether a sweep or a command of its own has trained it."""
-    record, seeds = one.first, sorted(run.record["seed"] for run in one.runs)
-    told, made = record.get("overrides"), record.get("command")
-    if not _are_words(told) or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in told):
-        words = made.split() if isinstance(made, str) else [UNKNOWN]
+    record, seeds = one.first, sorted(run.record.seed for run in one.runs)
+    told = record.overrides
+    if told is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in told):
+        words = [UNKNOWN] if record.command is None else record.command.split()
         return " ".join(["python", *(word for word in words if not _is_machines(word))])
     kept = [word for word in told if word not in POINTS_ALONE and _key(word) != "seed" and not _is_machines(word)]
     several = ["-m"] if len(seeds) > 1 else []
     return shlex.join(["python", "src/train.py", *several, *kept, f"seed={','.join(map(str, seeds))}"])
-
-
-def _are_words(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _key(word: str) -> str:
@@ -129,43 +124,40 @@ def _is_machines(word: str) -> bool:
 def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
     """The row by column."""
     record, latency = one.first, (1.0, None) if one is to else _time_ratio(one)
+    dynamic, _ = one.over_seeds(lambda run: run.record.dynamic_blocks)
+    paths, _ = one.over_seeds(lambda run: run.record.paths)
     said = [(q.name.partition(", ")[2], q) for q in quotes(one)]
     values: dict[str, Any] = {
-        "row": f"{record['experiment']}{mark_early(record)}",
+        "row": f"{record.experiment}{mark_early(record)}",
         "gate": _gate(record),
         "network": one.runs[0].family[1],
         "seeds": len(one.runs),
         "test accuracy": spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
         "counted": spread(one.cost("counted"), lambda v: f"{v:.3f}"),
         "executed": spread(executed(one, to), lambda v: f"{v:.3f}"),
-        "dynamic blocks": f"{_mean(one, 'dynamic_blocks'):.3g} of {len(record['blocks_open'])}",
-        "distinct paths": f"{_mean(one, 'paths'):.3g}",
+        "dynamic blocks": f"{dynamic:.3g} of {len(record.blocks_open)}",
+        "distinct paths": f"{paths:.3g}",
         "skipped by routing": spread(
-            one.over_seeds(lambda run: routed_percent(run.record["blocks_open"])), lambda v: f"{v:.1f}%"
+            one.over_seeds(lambda run: routed_percent(run.record.blocks_open)), lambda v: f"{v:.1f}%"
         ),
         "latency ratio": UNKNOWN if latency is None else spread(latency, lambda v: f"{v:.2f}"),
-        "parameters": f"{record['parameters']:,}" if is_number(record.get("parameters")) else UNKNOWN,
+        "parameters": UNKNOWN if record.parameters is None else f"{record.parameters:,}",
         "paper: accuracy": "; ".join(f"{100 * q.accuracy:.1f}% {when}".strip() for when, q in said) or UNKNOWN,
         "paper: counted": "; ".join(f"{q.counted:.3f}" for _, q in said) or UNKNOWN,
     }
     return {name: markdown(str(value)) for name, value in values.items()} | {"command": code(command_of(one))}
 
 
-def _gate(record: dict[str, Any]) -> str:
-    if record["gate"] != "cosine":
-        return NAMES.get(record["gate"], record["gate"])
-    return "predictive" if record.get("signal") == "predicted" else f"cosine, {record.get('polarity', UNKNOWN)}"
+def _gate(record: Record) -> str:
+    if record.gate != "cosine":
+        return NAMES.get(record.gate, record.gate)
+    return "predictive" if record.signal == "predicted" else f"cosine, {record.polarity or UNKNOWN}"
 
 
 def _time_ratio(one: Configuration) -> tuple[float, float | None] | None:
     """To the dense network that was timed in the same minutes; milliseconds of different minutes are not compared."""
-    if all(found(run.record, "latency.time_ratio") is None for run in one.runs):
-        return None
-    return one.over_seeds(lambda run: found(run.record, "latency.time_ratio"))
-
-
-def _mean(one: Configuration, key: str) -> float:
-    return one.over_seeds(lambda run: run.record[key])[0]
+    timed = [run for run in one.runs if run.record.latency and run.record.latency.time_ratio is not None]
+    return Configuration(timed).over_seeds(lambda run: run.record.latency.time_ratio) if timed else None
 
 
 def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: str) -> str:
@@ -177,7 +169,7 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
         apart = [quoted for quoted in QUOTED.get(family[0], []) if quoted.name not in told]
         base = "the same network without gates"
         if to:
-            base = markdown(f"{to.first['experiment']} ({to.runs[0].family[1]})")
+            base = markdown(f"{to.first.experiment} ({to.runs[0].family[1]})")
         lines += [f"## {markdown(title(family))}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         lines += [f"| {' | '.join(cells(one, to).values())} |" for one in rows]
         lines += [
@@ -224,7 +216,7 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
 def _places(rows: list[Configuration]) -> list[tuple[str, float, float]]:
     """Name, cost and accuracy in percent of every row's point."""
     to = reference(rows)
-    return [(printable(one.first["experiment"]), executed(one, to)[0], 100 * one.accuracy()[0]) for one in rows]
+    return [(printable(one.first.experiment), executed(one, to)[0], 100 * one.accuracy()[0]) for one in rows]
 
 
 def _draw_family(axis: Axes, rows: list[Configuration]) -> None:

@@ -19,7 +19,7 @@ from cosinegate.errors import UserError
 from cosinegate.escape import printable
 from cosinegate.foreign import parse_yaml, read_text
 from cosinegate.identity import NOT_IDENTITY, leaves
-from cosinegate.record import ended_early, found, read_record, require
+from cosinegate.record import Record, ended_early, read_record, require
 from cosinegate.schema import is_plain_name
 
 SYMBOLS = {
@@ -29,14 +29,14 @@ SYMBOLS = {
     "gate.gamma.init": "γ0",
     "gate.relaxation.temperature": "T",
 }
-COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
-    "counted": lambda record: record["flops"]["counted"],
-    "executed": lambda record: record["flops"].get("compiled") or record["flops"]["executed"],
-    "mflops": lambda record: _times(COSTS["executed"](record), record["flops"].get("dense_per_image")),
-    "trained": lambda record: record["flops"]["executed"],  # as trained, before anything is compiled
-    "trained_mflops": lambda record: _times(record["flops"]["executed"], record["flops"].get("dense_per_image")),
-    "compiled": lambda record: record["flops"].get("compiled"),
-    "latency": lambda record: record.get("latency_ms"),
+COSTS: dict[str, Callable[[Record], float | None]] = {
+    "counted": lambda record: record.flops.counted,
+    "executed": lambda record: record.flops.compiled or record.flops.executed,
+    "mflops": lambda record: _times(COSTS["executed"](record), record.flops.dense_per_image),
+    "trained": lambda record: record.flops.executed,  # as trained, before anything is compiled
+    "trained_mflops": lambda record: _times(record.flops.executed, record.flops.dense_per_image),
+    "compiled": lambda record: record.flops.compiled,
+    "latency": lambda record: record.latency_ms,
 }
 ABSOLUTE = ("mflops", "latency")
 ALL_NETWORKS, UNKNOWN_NETWORK = "all-networks", "network-not-recorded"
@@ -48,24 +48,24 @@ class Run:
     """A finished run and the settings that made it."""
 
     folder: Path
-    record: dict[str, Any]
+    record: Record
     settings: dict[str, Any]
 
     @property
     def accuracy(self) -> float:
-        return self.record["accuracy"]["test"]
+        return self.record.accuracy.test
 
     @property
     def family(self) -> Family:
         record, settings = self.record, self.settings
         depth, width = settings.get("network.depth"), settings.get("network.width")
         built = UNKNOWN_NETWORK if depth is None else f"resnet{depth}-w{width}"
-        network = record.get("network") or (built if is_plain_name(built) else UNKNOWN_NETWORK)  # it names files
-        done = record["epochs"]["done"] + (found(record, "weights.epochs") or 0)
-        epochs = found(record, "trunk.epochs") or done  # of the network, not of gates alone
-        overfit = found(record, "cut.overfit_batches")
-        chosen_on = record["selected_on"] if overfit is None else f"{record['selected_on']}-overfit-{overfit}"
-        return record["data"], network, epochs, chosen_on
+        network = record.network or (built if is_plain_name(built) else UNKNOWN_NETWORK)  # it names files
+        done = record.epochs.done + (record.weights.epochs or 0 if record.weights else 0)
+        epochs = (record.trunk and record.trunk.epochs) or done  # of the network, not of gates alone
+        overfit = record.cut and record.cut.overfit_batches
+        chosen_on = record.selected_on if overfit is None else f"{record.selected_on}-overfit-{overfit}"
+        return record.data, network, epochs, chosen_on
 
     def cost(self, x: str) -> float | None:
         return COSTS[x](self.record)
@@ -77,16 +77,14 @@ def _times(executed: float, dense_per_image: float | None) -> float | None:
 
 NEEDED = ("seed", "epochs.planned", "epochs.done", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
 NEEDED += ("dynamic_blocks", "paths", "experiment", "identity", "data", "gate", "selected_on", "blocks_open")
-OPTIONAL = ("latency_ms", "flops.dense_per_image", "flops.compiled", "network", "ended_early", "trunk.epochs")
-OPTIONAL += ("weights.epochs", "cut.overfit_batches")
 
 
 def read_run(folder: Path) -> Run | None:
     """The run in a folder; None where it is not finished. Ends with a line where it cannot be read."""
     record = read_record(folder)
-    if record is None or record["status"] != "finished":
+    if record is None or record.status != "finished":
         return None
-    require(record, folder / "record.json", *NEEDED, *(key for key in OPTIONAL if found(record, key) is not None))
+    require(record, folder / "record.json", *NEEDED)
     return Run(folder, record, _settings(folder))
 
 
@@ -103,7 +101,7 @@ def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[
         if run is None:
             unfinished += 1
             continue
-        same = runs.setdefault((run.record["identity"], run.record["seed"]), run)
+        same = runs.setdefault((run.record.identity, run.record.seed), run)
         if same is not run:
             complain(f"skipped: {run.folder} is the same run as {same.folder}")
     if unfinished:
@@ -193,21 +191,21 @@ class Configuration:
         return self.over_seeds(lambda run: run.cost(x))
 
     @property
-    def first(self) -> dict[str, Any]:
+    def first(self) -> Record:
         return self.runs[0].record
 
     @property
     def is_dense(self) -> bool:
-        return self.first["gate"] == "none"
+        return self.first.gate == "none"
 
 
 def families(runs: list[Run], x: str) -> dict[Family, list[Configuration]]:
     """The runs by what may be compared, and in it by configuration, most accurate first, each with a label."""
     sorted_runs: dict[Family, dict[str, list[Run]]] = {}
-    for run in sorted(runs, key=lambda run: run.record["seed"]):
+    for run in sorted(runs, key=lambda run: run.record.seed):
         data, network, epochs, chosen_on = run.family
         family = (data, ALL_NETWORKS if x in ABSOLUTE else network, epochs, chosen_on)
-        sorted_runs.setdefault(family, {}).setdefault(run.record["identity"], []).append(run)
+        sorted_runs.setdefault(family, {}).setdefault(run.record.identity, []).append(run)
     return {family: _labelled(list(found.values())) for family, found in sorted(sorted_runs.items())}
 
 
@@ -227,7 +225,7 @@ def _usual(values: list[str]) -> str | None:
 
 
 def _experiment(run: Run) -> str:
-    return run.record["experiment"]
+    return run.record.experiment
 
 
 def _network(run: Run) -> str:
@@ -235,7 +233,7 @@ def _network(run: Run) -> str:
 
 
 def _label(run: Run, usual: dict[str, str | None], experiments: bool, networks: bool) -> str:
-    dense = run.record["gate"] == "none"
+    dense = run.record.gate == "none"
     shown = [key for key in usual if key in run.settings and str(run.settings[key]) != usual[key]]
     shown = [key for key in shown if not (dense and key.startswith(("gate.", "objective.")))]
     shown = [key for key in shown if not (networks and key.startswith("network."))]
@@ -246,9 +244,9 @@ def _label(run: Run, usual: dict[str, str | None], experiments: bool, networks: 
     return printable(f"{' '.join(words) or f'{_experiment(run)} as it is'}{mark_early(run.record)}")
 
 
-def mark_early(record: dict[str, Any]) -> str:
+def mark_early(record: Record) -> str:
     """What a table adds to the name of a run that ended before its schedule did, or saw a part of the images."""
-    overfit = found(record, "cut.overfit_batches")
+    overfit = record.cut and record.cut.overfit_batches
     words = ended_early(record) or (overfit and f"trainer.overfit_batches={overfit}")
     return f" ({words})" if words else ""
 

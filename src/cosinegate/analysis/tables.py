@@ -112,5 +112,5 @@ def _asked_for(root: Path, sweep: str) -> Iterator[Path]:
     """The folders of runs whose record names the sweep; what cannot be read names none."""
     for folder in run_folders([root]):
         with contextlib.suppress(UserError):
-            if (read_record(folder) or {}).get("sweep") == sweep:
+            if getattr(read_record(folder), "sweep", None) == sweep:
                 yield folder

@@ -20,6 +20,7 @@ from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut
 from cosinegate.callbacks.training_statistics import TrainingStatistics
 from cosinegate.dynamic import routed_percent
 from cosinegate.loggers import MetricsCSV
+from cosinegate.record import Record
 from cosinegate.run_dir import run_stamp
 from cosinegate.schema import seconds
 from cosinegate.stop import StopRequest
@@ -55,7 +56,7 @@ class KeptCallbacks:
             Checkpoints(folder, self.metrics, self.stop, config.save_minutes, run_stamp(config)),
         ]
 
-    def finish(self, trainer: L.Trainer, accuracy: float, test_of: str) -> dict[str, Any]:
+    def finish(self, trainer: L.Trainer, accuracy: float, test_of: str) -> Record:
         """Writes what the test set showed of the `test_of` epoch (best or last), and returns the record."""
         summary, compiled = self.routing.summary, self.compiled.found
         flops = {

@@ -19,39 +19,39 @@ from cosinegate.lineage import spans, what_changed
 from cosinegate.lit import LitCosineGate
 from cosinegate.loggers import MetricsCSV
 from cosinegate.memory import give_back_freed_memory
-from cosinegate.record import accuracies, now, provenance, write_record
+from cosinegate.record import Epochs, Record, accuracies, now, provenance, write_record
 from cosinegate.stop import Stopped
 
 
 class RunRecord(AtEpochStart):
-    """`facts` is what is known before the run starts; `record` is what record.json holds."""
+    """A callback that writes record.json; `facts` is what is known before the run starts."""
 
     def __init__(self, folder: Path, metrics: MetricsCSV, facts: dict[str, Any]) -> None:
         self.folder = folder
         self.metrics = metrics
-        self.record = facts
+        self.record = Record(status="running", epochs=Epochs(done=0), **facts)
         self.first_step_at: float | None = None
         self.tested: dict[str, Any] = {}
 
-    def start(self, trainer: L.Trainer, before: dict[str, Any] | None, epochs: int, inside: bool) -> str | None:
+    def start(self, trainer: L.Trainer, before: Record | None, epochs: int, inside: bool) -> str | None:
         """Marks the folder as this run's before anything else is written there.
 
         `before` is the record that it held; the run goes on after so many `epochs`, perhaps `inside` the next. Returns
         in words how the program has changed since.
         """
-        self.seconds_before = (before or {}).get("seconds", 0.0)
-        self.started = (before or {}).get("started", now())
-        self.first_step_at = (before or {}).get("first_step_at")
+        self.seconds_before = (before and before.seconds) or 0.0
+        self.started = (before and before.started) or now()
+        self.first_step_at = before and before.first_step_at
         self.begin = time.monotonic()
-        self.record |= {"status": "running", "started": self.started} | provenance()
-        self.record["trained_by"] = spans(before, epochs, inside, trainer.max_epochs, self.record)
+        self.record = self.record.replace(started=self.started, **provenance())
+        self.record.trained_by = spans(before, epochs, inside, trainer.max_epochs, self.record)
         self._write(trainer)
         return what_changed(before, self.record) if before is not None and epochs + inside > 0 else None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         gates = {p for block in pl_module.network.blocks if block.gate for p in block.gate.parameters()}
-        self.record["parameters"] = sum(p.numel() for p in pl_module.network.parameters())
-        self.record["gate_parameters"] = sum(p.numel() for p in gates)
+        self.record.parameters = sum(p.numel() for p in pl_module.network.parameters())
+        self.record.gate_parameters = sum(p.numel() for p in gates)
         self._write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
@@ -62,7 +62,7 @@ class RunRecord(AtEpochStart):
     def on_fit_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs
         if trainer.global_step < steps:
-            self.record["ended_early"] = by = ended_by(trainer) or "trainer.should_stop"
+            self.record.ended_early = by = ended_by(trainer) or "trainer.should_stop"
             if not accuracies(self.metrics.rows):
                 raise UserError(f"{by} ended the run before its first validation: it has no accuracy")
 
@@ -99,10 +99,11 @@ class RunRecord(AtEpochStart):
 
     def on_exception(self, trainer: L.Trainer, pl_module: LitCosineGate, exception: BaseException) -> None:
         if isinstance(exception, Stopped):
-            self.record |= {"status": "stopped", "error": exception.reason}
+            self.record.status, self.record.error = "stopped", exception.reason
         else:
             words = " ".join(f"{type(exception).__name__}: {exception}".split())
-            self.record |= {"status": "failed", "error": words[:500]}
+            words = words.encode(errors="backslashreplace").decode()  # names of files need not be UTF-8
+            self.record.status, self.record.error = "failed", words[:500]
         with contextlib.suppress(OSError):  # of a disk that is full, the first error says so
             self._write(trainer)
 
@@ -113,10 +114,10 @@ class RunRecord(AtEpochStart):
 
     def _write(self, trainer: L.Trainer, results: dict[str, Any] | None = None) -> None:
         rows = self.metrics.rows
-        span = self.record["trained_by"][-1]["epochs"]
+        span = self.record.trained_by[-1].epochs
         span[1] = max(*span, *rows)
         last = rows[max(rows)] if rows else {}
-        self.record |= {
+        figures = {
             "epochs": {"planned": trainer.max_epochs, "done": max(rows, default=0)},
             "accuracy": accuracies(rows) | self.tested,
             "mean_gate": last.get("gates/mean"),
@@ -129,7 +130,8 @@ class RunRecord(AtEpochStart):
             "peak_memory_mib": peak_memory_mib(),
             "first_step_at": self.first_step_at,
             "updated": now(),
-        } | (results or {})
+        }
+        self.record = self.record.replace(**figures | (results or {}))
         if trainer.is_global_zero:
             write_record(self.folder, self.record)
 

@@ -258,4 +258,4 @@ def _into_records(models: dict[str, Model], rows: list[Row], threads: int) -> No
         how = {"batch": best.batch, "engine": best.engine, "threads": threads, "time_ratio": best.time_ratio}
         latency = {"latency_ms": best.ms_per_image, "latency": how | {"measured": now()}}
         with locked(model.folder, wait=False), naming(model.folder / "record.json"):
-            write_record(model.folder, read_record(model.folder) | latency)
+            write_record(model.folder, read_record(model.folder).replace(**latency))

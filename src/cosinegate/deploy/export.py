@@ -228,13 +228,13 @@ def forward(network: Network, images: Tensor) -> tuple[Tensor, Tensor, float]:
 def _into_record(folder: Path, card: dict[str, Any], changes: Changes) -> None:
     """What the record of a run that an earlier version trained does not have."""
     record = read_record(folder)
-    if "compiled" in record or not isinstance(record.get("flops"), dict) or is_locked(folder):
+    if record.compiled is not None or "flops" not in record.model_fields_set or is_locked(folder):
         return
     form, images = card["forms"]["deployed"], card["test_images"]
     compiled = changes.recorded(form["executed"], round(form["same_class"] * images), images)
     with locked(folder, wait=False):
-        flops = record["flops"] | {"compiled": form["executed"]}
-        write_record(folder, record | {"flops": flops, "compiled": compiled})
+        flops = record.flops.replace(compiled=form["executed"])
+        write_record(folder, record.replace(flops=flops, compiled=compiled))
 
 
 def show(card: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ from cosinegate.console import say
 from cosinegate.deploy.source import is_written_network
 from cosinegate.errors import UserError
 from cosinegate.evaluate import find_routes, load_module
-from cosinegate.foreign import parse_yaml, read_text
-from cosinegate.record import PARTS, Row, found, read_metrics, read_record
+from cosinegate.foreign import parse_yaml, read_text, value_at
+from cosinegate.record import Row, read_metrics, read_record
 
 BINS = 40  # of CIR
 CURVES = ("train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed", "schedule/prog")
@@ -29,7 +29,7 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     record = read_record(folder)
     if record is None:
         raise UserError(f"runs = {folder}: has no record.json; give a run's folder")
-    missing = [key for key in NEEDED if not isinstance(record.get(key), dict if key in PARTS else str)]
+    missing = [key for key in NEEDED if key not in record.model_fields_set or getattr(record, key) is None]
     if missing:
         raise UserError(f"{folder / 'record.json'} has no {', '.join(missing)}")
     rows = read_metrics(folder)
@@ -37,18 +37,18 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
         text = read_text(folder / "config.yaml")
     except FileNotFoundError:
         text = ""
-    warmup = found(parse_yaml(text, folder / "config.yaml") or {}, "objective.warmup_epochs")
+    warmup = value_at(parse_yaml(text, folder / "config.yaml") or {}, "objective.warmup_epochs")
     content = {
-        "name": f"{record['experiment']} {folder.name}" + (" dense" if record["gate"] == "none" else ""),
+        "name": f"{record.experiment} {folder.name}" + (" dense" if record.gate == "none" else ""),
         "folder": folder.as_posix(),
-        "record": record,
+        "record": record.as_dict(),
         "config": text,
         "epochs": sorted(rows),
         "curves": {name: _curve(rows, name) for name in CURVES if any(name in row for row in rows.values())},
         "skipped": [None if share is None else 1 - share for share in _curve(rows, "gates/mean")],
         "blocks": _blocks(rows),
-        "tau_target": record.get("tau_target"),
-        "gated": record["gate"] != "none",
+        "tau_target": record.tau_target,
+        "gated": record.gate != "none",
         "phases": [],
     }
     if content["gated"]:
@@ -58,7 +58,7 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     if not (folder / "checkpoints" / "last.ckpt").is_file() and not is_written_network(folder):
         say(f"{folder} has no checkpoint: its routes are left out")
         return content | {"routes": None}
-    which = "best" if record["selected_on"] == "holdout" and record["status"] == "finished" else "last"
+    which = "best" if record.selected_on == "holdout" and record.status == "finished" else "last"
     _, module, trained, _ = load_module(str(folder), Checkpoint[which])
     trained.trainer.enable_progress_bar = False  # the page shows one bar over all runs
     routes, data = find_routes(module, trained, limit_batches)

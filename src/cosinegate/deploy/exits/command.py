@@ -24,7 +24,7 @@ from cosinegate.errors import UserError
 from cosinegate.lock import locked
 from cosinegate.networks.name import network_name
 from cosinegate.outputs import naming, require_own, write_text
-from cosinegate.record import now, provenance, read_record, write_record
+from cosinegate.record import Record, now, provenance, read_record, write_record
 
 FRONTIER, FIGURE = "frontier.json", "figures/frontier.png"
 OWN = r'\{\s*"source": .*"fitted_to": '
@@ -129,8 +129,8 @@ def _accuracy(scores: Tensor, labels: Tensor) -> float:
 
 def _require_finished(source: Source) -> None:
     record = read_record(source.folder)
-    if record is not None and record["status"] != "finished":
-        raise UserError(f"run = {source.folder}: is not trained to its end ({record['status']})")
+    if record is not None and record.status != "finished":
+        raise UserError(f"run = {source.folder}: is not trained to its end ({record.status})")
 
 
 def _require_own(folder: Path) -> None:
@@ -159,15 +159,14 @@ def _write(source: Source, early: EarlyExitNetwork, found: dict[str, Any], folde
     write_card(card, folder)
 
 
-def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> dict[str, Any]:
+def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> Record:
     """Of the first budget, with what the record of the run that has no exits says of its training."""
-    before, point, config = read_record(source.folder) or {}, found["points"][0], source.config
-    epochs = before.get("epochs", {"planned": None, "done": 0})
-    last = epochs["done"]
+    before, point, config = read_record(source.folder), found["points"][0], source.config
+    last = before.epochs.done if before is not None else 0
     dynamic = sum(DYNAMIC[0] <= fraction <= DYNAMIC[1] for fraction in point["open"])
     dense = source.dense_flops
     executed = {"counted": point["mean_gate"], "executed": point["flops"] / dense, "dense_per_image": dense}
-    return {
+    record = {
         "status": "finished",
         "experiment": f"{config.name}_exits",
         "identity": Path(found["folder"]).name.partition("-s")[0][:150] or "exits",
@@ -179,7 +178,7 @@ def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> d
         "selected_on": config.data.validation.name,
         "network": found["network"],
         "sweep": config.sweep,
-        "epochs": epochs,
+        "epochs": before.epochs.as_dict() if before is not None else {"done": 0},
         "accuracy": {
             "test": point["accuracy"],
             "test_of": "last",
@@ -196,8 +195,8 @@ def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> d
         "paths": point["paths"],
         "flops": executed,
         "parameters": sum(parameter.numel() for parameter in early.parameters()),
-        "images_per_second": before.get("images_per_second") or 0.0,
-        "seconds": before.get("seconds") or 0.0,
+        "images_per_second": (before and before.images_per_second) or 0.0,
+        "seconds": (before and before.seconds) or 0.0,
         "exits": {
             "source": found["source"],
             "after": found["after"],
@@ -207,7 +206,8 @@ def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> d
         },
         "started": now(),
         "updated": now(),
-    } | provenance()
+    }
+    return Record.model_validate(record | provenance())
 
 
 def show(found: dict[str, Any]) -> None:
