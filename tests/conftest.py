@@ -1,7 +1,9 @@
 """Tests train on the embedded digits. A test process has one torch thread; xdist spreads the tests over the cores."""
 
+import functools
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig
 from warm import Started, draw_no_curves, serve_commands
 from xdist.scheduler import LoadScopeScheduling
 
@@ -19,7 +22,23 @@ from cosinegate.data.loader import Normalisation
 ROOT = Path(__file__).parents[1]
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "PATH": "/nonexistent"}
 
-config = cli.compose  # the config that a command line with these overrides would give
+FOLDER = re.compile(r"(run_dir|runs_dir)=([\w/-]+)")
+
+
+def config(*overrides: str, config_name: str = "train") -> DictConfig:
+    """The config that a command line with these overrides would give. Composed once; a run's folder is put in after."""
+    folders = [found for word in overrides if (found := FOLDER.fullmatch(word))]
+    others = tuple(word for word in overrides if not FOLDER.fullmatch(word))
+    composed = _composed(others, config_name).copy()
+    for found in folders:
+        composed[found[1]] = found[2]
+    return composed
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
+    return cli.compose(*overrides, config_name=config_name)
+
 
 # begun first, so that no worker ends long after the others
 LONGEST = ["processors", "ranges", "deploy_commands", "compile", "launchers", "report", "wandb", "onnx", "processes"]

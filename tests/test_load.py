@@ -57,7 +57,7 @@ def test_ten_thousand_records_are_read_and_plotted_in_ten_seconds(tmp_path):
 def test_a_run_holds_flat_memory_over_its_epochs(tmp_path, monkeypatch):
     """Validation's feature maps are of the size that leaves holes between blocks in use."""
     taken = Taken()
-    monkeypatch.setattr("cosinegate.run.EpochLine", lambda job: taken)
+    monkeypatch.setattr("cosinegate.callbacks.kept.EpochLine", lambda job: taken)
     cut = ["trainer.max_epochs=20", "trainer.limit_train_batches=6", "network.width=48", "data.eval_batch_size=350"]
     train(config("+experiment=digits", "network.depth=20", "threads=1", *cut, f"runs_dir={tmp_path}"))
     print({epoch: round(size) for epoch, size in taken.after.items()})

@@ -25,7 +25,7 @@ from cosinegate.train import train
 BASES = ["+experiment=digits", "+experiment=digits_predictive", "+experiment=digits gate=aig objective=per_block"]
 BASES += ["+experiment=digits_predictive gate=exit objective=predictive objective.tau_target=0.9"]
 BASES += ["+experiment=digits gate=fixed gate.pattern=[1,0,1,0,1,0] objective=plain"]
-SHORT = ["network.depth=14", "network.width=4", "data.batch_size=8", "data.eval_batch_size=64", "callbacks={}"]
+SHORT = ["network.depth=14", "network.width=4", "data.batch_size=64", "data.eval_batch_size=180", "callbacks={}"]
 SHORT += ["trainer.max_epochs=2", "threads=1", "trainer.enable_progress_bar=false", "gate.predictor.hidden=4"]
 SHORT += [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
 LARGEST = 1e30
@@ -168,7 +168,7 @@ def tried(base: DictConfig, chosen: list[tuple[str, Any]], folder: Path) -> list
             left.append((key, value))
     wanted.runs_dir = str(folder / str(len(list(folder.iterdir()))))
     Path(wanted.runs_dir).mkdir()
-    if is_refused(wanted) and len(taken) > 1:
+    if taken and is_refused(wanted) and len(taken) > 1:
         half = len(taken) // 2
         left += tried(base, taken[:half], folder) + tried(base, taken[half:], folder)
     return left

@@ -3,8 +3,11 @@
 A process of its own, with its own arguments, environment, streams, signals and exit code, in tenths of a second instead
 of the eight that the imports take. What imports themselves do is tested by the commands that are started afresh; those
 draw their curves too, which takes as long as the rest of a short run. All workers of a test run share one such process.
+A command ends without the tear-down of all that was imported, which takes longer than most commands: its exit functions
+have run, its streams are flushed, its code is its own.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -17,13 +20,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = "COSINEGATE_WARM_PROCESS"
 # not onnxruntime: a process forked from one that has it does not end
-ROOMS = ["run", "search", "sweep", "evaluate", "analysis.pareto", "report.page", "report.content"]
+ROOMS = ["run", "search", "sweep", "evaluate", "analysis.pareto", "analysis.peers", "report.page", "report.content"]
+ROOMS = [*(f"cosinegate.{room}" for room in ROOMS), "sklearn.datasets", "wandb.sdk.launch"]  # wandb.init imports that
 
 
 class Started:
@@ -155,19 +161,53 @@ def draw_no_curves() -> None:
 
 def _serve() -> None:
     sys.path[0] = str(ROOT / "src")
-    import cosinegate.config  # noqa: F401  before what it makes safe to import
+    from cosinegate import cli  # before what it makes safe to import
 
     for room in ROOMS:
-        importlib.import_module(f"cosinegate.{room}")
+        importlib.import_module(room)
     draw_no_curves()
+    _compose_once()
+    cli.compose("+experiment=digits")  # Hydra has found its plugins then, and its grammar has its tables
+    media = importlib.import_module("wandb.sdk.data_types._private").MEDIA_TMP
+    media.cleanup()
     script, *arguments = _next_command(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    media.__init__("wandb-media")  # a folder that wandb makes when it is imported, and removes when a process ends
     if script == "-m":
         script, *arguments = arguments
         sys.argv = [script, *arguments]
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        _end_with(lambda: runpy.run_module(script, run_name="__main__", alter_sys=True))
     else:
         sys.argv = [script, *arguments]
-        runpy.run_path(script, run_name="__main__")
+        _end_with(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def _compose_once() -> None:
+    """Hydra composes a command's whole config one more time, for nothing but hydra.mode."""
+    from hydra._internal.hydra import Hydra
+
+    by_composing = Hydra.get_mode
+
+    def get_mode(self: Hydra, config_name: str, overrides: list[str]) -> object:
+        is_asked_for = any("hydra.mode" in word for word in overrides)
+        return by_composing(self, config_name, overrides) if is_asked_for else None
+
+    Hydra.get_mode = get_mode
+
+
+def _end_with(command: Callable[[], object]) -> None:
+    """Ends the process when the command does; one that raises ends as Python ends it."""
+    code = 0
+    try:
+        command()
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        code = ended.code or 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def _require_own_run(stored: dict[str, Any], path: Path) -> None:
         return
     record = read_record(folder)
     for key in ("identity", "seed"):
-        ours = getattr(record, key, None)
-        if ours is not None and run.get(key) != ours:
-            raise UserError(f"{path} is of another run: its {key} is {run.get(key)}, that of {folder} is {ours}")
+        theirs, ours = run.get(key), getattr(record, key, None)
+        if None not in (theirs, ours) and theirs != ours:  # what is not recorded contradicts nothing
+            raise UserError(f"{path} is of another run: its {key} is {theirs}, that of {folder} is {ours}")
 
 
 def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
