@@ -32,7 +32,7 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-COLUMNS = ("row", "gate", "network", "seeds", "test accuracy", "counted", "executed", "dynamic blocks")
+COLUMNS = ("row", "gate", "network", "seeds", "test accuracy", "counted", "executed", "compiled", "dynamic blocks")
 COLUMNS += ("distinct paths", "skipped by routing", "latency ratio", "parameters")
 COLUMNS += ("paper: accuracy", "paper: counted", "command")
 QUOTES = {  # how the paper's names for a row begin, by ours
@@ -41,7 +41,7 @@ QUOTES = {  # how the paper's names for a row begin, by ours
     "mnist": {"mnist": "MNIST", "balanced": "MNIST"},
 }
 POINTS_ALONE = ("+sweeps=peers", "+sweeps=peers_mnist")  # their jobs are commands of their own
-NAMES = {"none": "dense", "attention": "attention (ours)"}
+NAMES = {"none": "dense"}
 UNKNOWN = "-"
 MARK, TITLE = "CosineGate table", "# Every gate on one schedule"
 HINT = "python src/train.py -m +sweeps={} trains some"
@@ -94,6 +94,15 @@ def executed(one: Configuration, to: Configuration | None) -> tuple[float, float
     return ratio(one, to, "trained_mflops") or one.cost("trained")
 
 
+def compiled(one: Configuration, to: Configuration | None) -> tuple[float, float | None] | None:
+    """FLOPs of the compiled network over the reference network's, of the seeds that have them; None where none has."""
+    known = [run for run in one.runs if run.cost("compiled") is not None]
+    if not known:
+        return None
+    some = Configuration(known)
+    return ratio(some, to, "compiled_mflops") or some.cost("compiled")
+
+
 def quotes(one: Configuration) -> list[Quoted]:
     data = one.first.data
     begin = QUOTES.get(data, {}).get(one.first.experiment)
@@ -126,6 +135,7 @@ def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
     record, latency = one.first, (1.0, None) if one is to else _time_ratio(one)
     dynamic, _ = one.over_seeds(lambda run: run.record.dynamic_blocks)
     paths, _ = one.over_seeds(lambda run: run.record.paths)
+    small = compiled(one, to)
     said = [(q.name.partition(", ")[2], q) for q in quotes(one)]
     values: dict[str, Any] = {
         "row": f"{record.experiment}{mark_early(record)}",
@@ -135,6 +145,7 @@ def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
         "test accuracy": spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
         "counted": spread(one.cost("counted"), lambda v: f"{v:.3f}"),
         "executed": spread(executed(one, to), lambda v: f"{v:.3f}"),
+        "compiled": UNKNOWN if small is None else spread(small, lambda v: f"{v:.3f}"),
         "dynamic blocks": f"{dynamic:.3g} of {len(record.blocks_open)}",
         "distinct paths": f"{paths:.3g}",
         "skipped by routing": spread(
@@ -176,11 +187,11 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             "",
             "Measured: test accuracy with hard gates, mean ± standard deviation where there are seeds, best first; "
             "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
-            f"gates included, over those of {base}; latency is the time of one image over the dense network's on the "
+            f"gates included, over those of {base}; compiled is the same of the network without the blocks that its gates "
+            "closed for all images; latency is the time of one image over the dense network's on the "
             "same engine in the same minutes, 1 by definition for that network itself, where `src/benchmark.py` has "
-            "measured it (each row in minutes of its own: a few hundredths between rows say nothing); gates that look "
-            "at F(x) have no deployed form, and nothing to win, random ones no ONNX form. A block is dynamic "
-            "that 5 to 95% of the images compute; what such blocks skip, in percent of all blocks' work as the paper "
+            "measured it (each row in minutes of its own: a few hundredths between rows say nothing); of a "
+            "compiled network where the row has one; random gates have no ONNX form. A block is dynamic that 5 to 95% of the images compute; what such blocks skip, in percent of all blocks' work as the paper "
             "counts it, is skipped by routing, the rest of 1 - counted by blocks that are closed for all.",
             "",
             "Quoted, not measured: the columns `paper:` are the paper's own figures, of ResNet-20 on its schedule.",
@@ -195,13 +206,13 @@ def _words(quoted: list[Quoted]) -> str:
 
 
 def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
-    """Accuracy against executed FLOPs; a hollow point and a line show where counting would have put the row."""
+    """Accuracy against executed FLOPs, compiled where a row has it; a hollow point shows where counting puts the row."""
     figure, axes = plt.subplots(1, len(found), figsize=(10 * len(found), 7), layout="constrained", squeeze=False)
     for axis, (family, rows) in zip(axes[0], found.items(), strict=True):
         _draw_family(axis, rows)
         axis.set(title=title(family), xlabel="FLOPs / dense network's", ylabel="test accuracy, hard gates (%)")
     handles = [
-        plt.Line2D([], [], color="C0", marker="o", linestyle="", label="executed (measured)"),
+        plt.Line2D([], [], color="C0", marker="o", linestyle="", label="executed (compiled, where it was)"),
         plt.Line2D([], [], color="C0", marker="o", fillstyle="none", linestyle="", label="counted (mean gate)"),
         plt.Line2D([], [], color="black", marker="s", linestyle="", label="dense"),
     ]
@@ -216,7 +227,10 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
 def _places(rows: list[Configuration]) -> list[tuple[str, float, float]]:
     """Name, cost and accuracy in percent of every row's point."""
     to = reference(rows)
-    return [(printable(one.first.experiment), executed(one, to)[0], 100 * one.accuracy()[0]) for one in rows]
+    costs = [(compiled(one, to) or executed(one, to))[0] for one in rows]
+    return [
+        (printable(one.first.experiment), cost, 100 * one.accuracy()[0]) for one, cost in zip(rows, costs, strict=True)
+    ]
 
 
 def _draw_family(axis: Axes, rows: list[Configuration]) -> None:

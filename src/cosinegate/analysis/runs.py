@@ -36,6 +36,7 @@ COSTS: dict[str, Callable[[Record], float | None]] = {
     "trained": lambda record: record.flops.executed,  # as trained, before anything is compiled
     "trained_mflops": lambda record: _times(record.flops.executed, record.flops.dense_per_image),
     "compiled": lambda record: record.flops.compiled,
+    "compiled_mflops": lambda record: _times(record.flops.compiled, record.flops.dense_per_image),
     "latency": lambda record: record.latency_ms,
 }
 ABSOLUTE = ("mflops", "latency")
