@@ -187,12 +187,13 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
             "",
             "Measured: test accuracy with hard gates, mean ± standard deviation where there are seeds, best first; "
             "counted is the mean gate over the row's own blocks, as the paper counts; executed is the FLOPs that ran, "
-            f"gates included, over those of {base}; compiled is the same of the network without the blocks that its gates "
-            "closed for all images; latency is the time of one image over the dense network's on the "
-            "same engine in the same minutes, 1 by definition for that network itself, where `src/benchmark.py` has "
-            "measured it (each row in minutes of its own: a few hundredths between rows say nothing); of a "
-            "compiled network where the row has one; random gates have no ONNX form. A block is dynamic that 5 to 95% of the images compute; what such blocks skip, in percent of all blocks' work as the paper "
-            "counts it, is skipped by routing, the rest of 1 - counted by blocks that are closed for all.",
+            f"gates included, over those of {base}; compiled is the same of the network without the blocks that its "
+            "gates closed for all images; latency ratio is the time of one image over the dense network's on the same "
+            "engine in the same minutes, of the compiled network where the row has one, as `src/benchmark.py` measures "
+            "it (each row in minutes of its own: a few hundredths between rows say nothing); random gates have no ONNX "
+            "form. A block is dynamic that 5 to 95% of the images compute; what such blocks skip, in percent of all "
+            "blocks' work as the paper counts it, is skipped by routing, the rest of 1 - counted by blocks that are "
+            "closed for all.",
             "",
             "Quoted, not measured: the columns `paper:` are the paper's own figures, of ResNet-20 on its schedule.",
         ]
@@ -206,7 +207,7 @@ def _words(quoted: list[Quoted]) -> str:
 
 
 def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
-    """Accuracy against executed FLOPs, compiled where a row has it; a hollow point shows where counting puts the row."""
+    """Accuracy against executed FLOPs, compiled where a row has it; hollow points are where counting puts a row."""
     figure, axes = plt.subplots(1, len(found), figsize=(10 * len(found), 7), layout="constrained", squeeze=False)
     for axis, (family, rows) in zip(axes[0], found.items(), strict=True):
         _draw_family(axis, rows)
