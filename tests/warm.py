@@ -28,7 +28,7 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 ADDRESS = "COSINEGATE_WARM_PROCESS"
 # not onnxruntime: a process forked from one that has it does not end
-ROOMS = ["run", "search", "sweep", "evaluate", "analysis.pareto", "analysis.peers", "report.page", "report.content"]
+ROOMS = ["train", "search", "sweep", "evaluate", "analysis.pareto", "analysis.peers", "report.page", "report.content"]
 ROOMS = [*(f"cosinegate.{room}" for room in ROOMS), "sklearn.datasets", "wandb.sdk.launch"]  # wandb.init imports that
 
 
@@ -171,7 +171,8 @@ def _serve() -> None:
     media = importlib.import_module("wandb.sdk.data_types._private").MEDIA_TMP
     media.cleanup()
     script, *arguments = _next_command(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
-    media.__init__("wandb-media")  # a folder that wandb makes when it is imported, and removes when a process ends
+    if any("wandb" in word for word in arguments):
+        media.__init__("wandb-media")  # a folder that wandb makes when it is imported, and removes when a process ends
     if script == "-m":
         script, *arguments = arguments
         sys.argv = [script, *arguments]
