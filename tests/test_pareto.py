@@ -67,7 +67,7 @@ def drawn(tmp_path, capfd):
     """Draws the runs in tmp_path/runs; gives what was printed on stdout and stderr."""
 
     def draw(*arguments: str) -> tuple[str, str]:
-        own = [f"runs=[{tmp_path}/runs]", f"folder={tmp_path}/pareto"]
+        own = [f"runs=[{tmp_path}/runs]", f"output={tmp_path}/pareto"]
         tables.pareto(cli.compose(*own, *arguments, config_name="pareto"), "src/pareto.py")
         return capfd.readouterr()
 
@@ -122,7 +122,7 @@ def test_each_axis_is_its_own_figure_and_latency_waits_for_a_measurement(record,
         drawn("reference=[1]")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        drawn(f"folder={tmp_path}/file")
+        drawn(f"output={tmp_path}/file")
 
 
 def test_absolute_costs_compare_networks_of_different_size(record, tmp_path, drawn):
@@ -211,7 +211,7 @@ def test_a_record_that_cannot_be_read_is_passed_over_with_a_line(record, tmp_pat
     odd = write(tmp_path / "runs", record, 0.9, 0.5, tau=0.45)
     (odd / "config.yaml").write_text("objective: [1")
     write(tmp_path / "runs" / "copy", record, 0.9, 0.5)
-    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto", afresh=True)
+    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"output={tmp_path}/pareto", afresh=True)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.strip().splitlines()
     assert all(line.startswith("skipped: ") for line in lines), done.stderr
@@ -226,7 +226,7 @@ def test_without_runs_it_says_what_makes_some(tmp_path, drawn):
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match=r"no finished run in .*: make pareto SWEEP=quick"):
         drawn()
-    done = process("src/pareto.py", "sweep=quick", f"runs_dir={tmp_path}/runs", f"folder={tmp_path}/pareto")
+    done = process("src/pareto.py", "sweep=quick", f"runs_dir={tmp_path}/runs", f"output={tmp_path}/pareto")
     assert_one_line(done, "sweep = quick: not started yet", "make pareto SWEEP=quick")
     assert_one_line(process("src/pareto.py", "x=speed"), "x", "speed", "counted")
     assert not (tmp_path / "pareto").exists()
