@@ -8,6 +8,7 @@ import torch
 from conftest import assert_one_line, config, process, started
 from test_experiments import SHORT, short
 
+from cosinegate.analysis.curves import draw_curves
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
 from cosinegate.data.module import ImageData
 from cosinegate.errors import UserError
@@ -187,6 +188,32 @@ def test_a_failing_run_is_recorded_as_failed(tmp_path, monkeypatch):
     record = read_record(folder)
     assert record.status == "failed"
     assert record.error == "RuntimeError: no file \\udcff"
+
+
+def test_a_run_without_any_callback_that_may_be_switched_off_has_a_whole_record(tmp_path):
+    off = [f"callbacks.{name}=null" for name in config().callbacks]
+    record, folder = short(tmp_path, "+experiment=digits", *SHORT, "objective.tau_target=0.1", *off)
+    written = json.loads((folder / "record.json").read_text())
+    assert record.status == "finished"
+    assert [field for field in FIELDS if written.get(field) is None] == []
+    assert record.flops.counted == record.mean_gate == pytest.approx(sum(record.blocks_open) / 3)
+    assert (folder / "checkpoints" / "best.ckpt").exists()
+    assert not (folder / "figures").exists()
+    rows = read_metrics(folder)
+    assert not {name for row in rows.values() for name in row if name.startswith(("gates/block_", "cir/"))}
+    assert "schedule/prog" not in rows[1]
+    assert rows[1]["schedule/lr"] == pytest.approx(0.1)
+    assert rows[1]["train/loss_flops"] > 0  # no warmup: the penalty is whole from the first step on
+
+
+def test_curves_are_drawn_without_the_gate_statistics(tmp_path):
+    record, folder = short(tmp_path, "+experiment=digits", *SHORT, "callbacks.gate_statistics=null")
+    rows = read_metrics(folder)
+    assert rows[2]["schedule/prog"] == 1.0
+    assert "gates/mean" not in rows[2]
+    assert 0 <= record.mean_gate <= 1  # of the test
+    draw_curves(rows, tmp_path / "curves.png", "digits", 0.7, 1.0)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_held_out_images_are_apart_and_do_not_depend_on_the_seed():

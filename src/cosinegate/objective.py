@@ -52,7 +52,7 @@ class Objective(nn.Module):
         super().__init__()
         self.lambda_flops, self.lambda_cons, self.tau_target = lambda_flops, lambda_cons, tau_target
         self.sided, self.target = sided, target
-        self.prog = 0.0
+        self.prog = 1.0  # without a warmup: the whole penalty from the first step on
         self.share: Share | None = None
         weights = None if block_weights is None else block_weights / block_weights.sum()
         self.register_buffer("block_weights", weights, persistent=False)  # (N,), sums to 1; None: all alike

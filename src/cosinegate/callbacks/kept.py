@@ -16,7 +16,7 @@ from cosinegate.callbacks.gate_statistics import TestRouting
 from cosinegate.callbacks.not_finite import NotFiniteState
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
-from cosinegate.callbacks.schedule import Anneal, Reseed, ShareOut
+from cosinegate.callbacks.schedule import Anneal, LearningRate, Reseed, ShareOut
 from cosinegate.callbacks.training_statistics import TrainingStatistics
 from cosinegate.dynamic import routed_percent
 from cosinegate.loggers import MetricsCSV
@@ -40,6 +40,7 @@ class KeptCallbacks:
         self.first: list[L.Callback] = [
             Reseed(config.seed),
             ShareOut(),
+            LearningRate(),
             Anneal(config.gate.get("relaxation")),
             *self.limits,
             sums,

@@ -1,4 +1,4 @@
-"""What moves with time: prog(t), the gates' temperature and noise, the seed of every step, the share of a batch."""
+"""What moves with time: prog(t), learning rate, the gates' temperature and noise, the seed of a step, the batch part."""
 
 from typing import Any
 
@@ -16,7 +16,6 @@ class Warmup(L.Callback):
 
     def __init__(self, warmup_epochs: float, per_step: bool) -> None:
         self.warmup_epochs, self.per_step = warmup_epochs, per_step
-        self.lr = 0.0  # of the epoch; where it ends the optimizer has the next one's
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         if trainer.fit_loop.restarted_mid_epoch:
@@ -25,7 +24,6 @@ class Warmup(L.Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self._set(pl_module, trainer.current_epoch)
-        self.lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if self.per_step:
@@ -36,6 +34,18 @@ class Warmup(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)
+
+
+class LearningRate(L.Callback):
+    """Logs the learning rate of an epoch: where it ends the optimizer has the next one's."""
+
+    def __init__(self) -> None:
+        self.lr = 0.0
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
+        self.lr = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/lr", self.lr, sync_dist=True)
 
     def state_dict(self) -> dict[str, Any]:
