@@ -50,9 +50,8 @@ def primitives(config: DictConfig) -> dict[str, Any]:
 
 def identity(config: DictConfig) -> str:
     """Ten hex digits that two configs share when they ask for the same computation, the seed aside."""
-    copy = config.copy()
-    copy.run_dir = None  # callbacks may point into it
-    content = primitives(copy)
+    content = primitives(config)
+    content["callbacks"] = OmegaConf.to_container(config.callbacks)  # what they take from other keys is there already
     for key in NOT_IDENTITY:
         *parents, last = key.split(".")
         node = content
