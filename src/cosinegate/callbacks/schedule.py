@@ -1,4 +1,4 @@
-"""What moves with time: prog(t), learning rate, the gates' temperature and noise, the seed of a step, the batch part."""
+"""What moves with time: prog(t), learning rate, the gates' temperature and noise, the seed of a step, batch parts."""
 
 from typing import Any
 
