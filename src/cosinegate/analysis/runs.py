@@ -72,8 +72,8 @@ class Run:
         return COSTS[x](self.record)
 
 
-def _times(executed: float, dense_per_image: float | None) -> float | None:
-    return None if dense_per_image is None else executed * dense_per_image / 1e6
+def _times(part: float | None, dense_per_image: float | None) -> float | None:
+    return None if None in (part, dense_per_image) else part * dense_per_image / 1e6
 
 
 NEEDED = ("seed", "epochs.planned", "epochs.done", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
