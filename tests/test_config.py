@@ -25,8 +25,7 @@ BAD = [
     ("objective.tau_target=0", "objective.tau_target", "0", "at most 1"),
     ("objective.tau_target=1.01", "objective.tau_target", "1.01", "at most 1"),
     ("objective.lambda_flops=-1", "objective.lambda_flops", "-1", "at least 0"),
-    ("gate.quantile.high=1.1", "gate.quantile.high", "1.1", "at most 1"),
-    ("objective.lambda_full=-1", "objective.lambda_full", "-1", "at least 0"),
+    ("optimizer.gate_lr_factor=-1", "optimizer.gate_lr_factor", "-1", "at least 0"),
     ("objective.lambda_cons=-0.1", "objective.lambda_cons", "-0.1", "at least 0"),
     ("gate.threshold=0", "gate.threshold", "0", "between 0 and 1"),
     ("gate.threshold=1", "gate.threshold", "1", "between 0 and 1"),
@@ -47,15 +46,27 @@ BAD = [
     ("trainer.limit_train_batches=0", "trainer.limit_train_batches"),
     ("name=a/b", "name", "folder name"),
     ("trainer.check_val_every_n_epoch=500", "trainer.check_val_every_n_epoch", "at most"),
-    ("gate.quantile.worth=[1,nan]", "gate.quantile.worth", "finite"),
-    ("gate.quantile.worth=3", "gate.quantile.worth", "list"),
-    ("gate.quantile.fit=-1", "gate.quantile.fit", "0 or more"),
-    ("gate.quantile.low=0.95", "gate.quantile.low", "must be below gate.quantile.high"),
-    ("gate.predictor.hidden=0", "gate.predictor.hidden", "at least 1"),
+    ("data.mean=[1,nan]", "data.mean", "finite"),
+    ("data.mean=3", "data.mean", "list"),
+    ("gate.controller.reduction=0", "gate.controller.reduction", "at least 1"),
+    ("gate.relaxation.temperature=0", "gate.relaxation.temperature", "above 0"),
+    ("gate=aig gate.hidden=0", "gate.hidden", "at least 1"),
+    ("gate=aig gate.start=0", "gate.start", "null or between 0 and 1"),
+    ("gate=constant gate.start=null", "gate.start"),
+    ("gate=random gate.rate=0", "gate.rate", "above 0 and at most 1"),
     ("network.blocks=[2,2]", "network.blocks", "three numbers"),
-    ("gate.signal=guess", "gate.signal", "exact"),
     ("objective.sided=three", "objective.sided", "two"),
     ("gate.relaxation.noise_until=2", "gate.relaxation.noise_until", "from 0 to 1"),
+    # a key that another gate has
+    ("gate=random gate.gamma.init=-2", "gate.gamma: no such key (gate has kind, first_blocks, rate)"),
+    ("gate=none gate.threshold=0.3", "gate.threshold: no such key (gate has kind)"),
+    ("gate=aig +gate.rate=1",
+     "gate.rate: no such key (gate has kind, first_blocks, threshold, relaxation, start, hidden)"),
+    ("+experiment=balanced gate=none",
+     "gate.gamma: no such key (gate has kind); conf/experiment/balanced.yaml sets it"),
+    ("gate.kind=aig", "gate.kind = aig: has other keys than this gate", "as in gate=aig"),
+    ("gate=skipnet gate.kind=controller", "gate.kind = controller: has other keys"),
+    ("gate={kind:none}", "gate.kind = none: has other keys"),
     # not Hydra's grammar
     ("optimizer.lr=[0.1", "optimizer.lr"),
 ]  # fmt: skip
@@ -65,11 +76,37 @@ BAD = [
 def test_a_bad_config_is_answered_with_one_line(case):
     override, *fragments = case
     with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as caught:
-        validate(config(override))
+        validate(config(*override.split()))
     line = cli.one_line(caught.value)
     assert "\n" not in line
     for fragment in fragments:
         assert fragment in line
+
+
+MISTAKES = ["objective.tau_target=2", "optimizer.lr=fast", "gate=random gate.gamma.init=-2", "gate.kind=aig"]
+MISTAKES += [
+    "+seeed=1",
+    "gate.gamma.init=1",
+    "network.depth=21",
+    "weights=",
+    "optimizer.nesterov=true optimizer.momentum=0",
+]
+TRAIN_EACH = """
+import os, runpy, sys
+for mistake in sys.argv[1:]:
+    sys.argv = ["src/train.py", *mistake.split()]
+    try:
+        runpy.run_path("src/train.py", run_name="__main__")
+    except SystemExit as ended:
+        del os.environ["HYDRA_FULL_ERROR"]
+        print(ended.code, *sorted({"torch", "lightning"} & set(sys.modules)))
+"""
+
+
+def test_a_mistake_is_answered_before_torch_is_imported():
+    done = process("-c", TRAIN_EACH, *MISTAKES, afresh=True)
+    assert done.stdout.splitlines() == ["2"] * len(MISTAKES), done.stderr
+    assert len(done.stderr.splitlines()) == len(MISTAKES), done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in cli.CONF.glob("*.yaml")))
@@ -100,11 +137,17 @@ def test_identity_follows_what_a_run_computes_and_nothing_else():
     assert len(found) == len(other) + 1
 
 
-def test_a_key_that_came_later_changes_no_run_that_does_without_it():
-    assert identity(config("+experiment=balanced")) == "010e51cdce"
-    assert identity(config("+experiment=balanced", "objective.lambda_full=1")) != identity(
-        config("+experiment=balanced")
-    )
+def test_a_dense_run_is_the_same_whatever_the_objective():
+    dense = identity(config("gate=none"))
+    assert {identity(config("gate=none", f"objective.{word}")) for word in ("warmup_epochs=3", "per_step=true")} == {
+        dense
+    }
+    assert identity(config("gate=none", "callbacks.progress=null")) != dense
+
+
+def test_a_key_that_comes_later_changes_no_run_that_does_without_it():
+    assert identity(config("+experiment=balanced")) == "de290c20bb"
+    assert identity(config("+experiment=resnet20")) == "b6a98cc40b"
 
 
 PAPER = {

@@ -233,6 +233,8 @@ def _words(error: BaseException) -> str:
     ):  # the disk, a file that is a folder, a right that is missing
         where = ": ".join(str(name) for name in (error.filename2, error.filename) if name is not None)
         return f"{where or type(error).__name__}: {error.strerror or error}"
+    if file := re.match(r"In '(.+)': \w+ raised while composing config", str(error)):  # a file sets what cannot be
+        return f"{_words(error.__context__)}; conf/{file[1]}.yaml sets it"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         return no_such_key(cause.full_key, schema_keys(cause.object_type))

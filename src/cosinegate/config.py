@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from cosinegate.choices import GateKind, Polarity
 from cosinegate.errors import UserError
 from cosinegate.identity import LATEST, blocks_per_stage, convolution_weights, leaves, primitives, reference
-from cosinegate.schema import MOST_IMAGES, MOST_THREADS, ranges
+from cosinegate.schema import GATES, MOST_IMAGES, MOST_THREADS, ranges
 
 LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
 MOST_WEIGHTS = 500_000_000  # of the convolutions: two gigabytes, and several times that in training
@@ -114,6 +114,9 @@ def check_ranges(config: DictConfig, path: str = "") -> None:
 def _check_gate(config: DictConfig) -> None:
     """Ends with one line where a gate's values do not go together."""
     gate = config.gate
+    if OmegaConf.get_type(gate) is not GATES[gate.kind]:
+        words = "has other keys than this gate; choose it with them by a file of conf/gate, as in gate=aig"
+        raise UserError(f"gate.kind = {gate.kind.name}: {words}")
     if gate.kind in (GateKind.cosine, GateKind.controller):
         gamma = gate.gamma.init
         if gate.polarity is Polarity.paper and gamma >= 0:
