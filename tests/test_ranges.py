@@ -15,18 +15,22 @@ from conftest import config
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cosinegate import cli
 from cosinegate.build import build_module
 from cosinegate.config import validate
 from cosinegate.errors import UserError
-from cosinegate.identity import leaves
-from cosinegate.schema import Config
+from cosinegate.identity import leaves, primitives
+from cosinegate.schema import GATES, Config, GateConfig
 from cosinegate.train import train
 
-BASES = ["+experiment=digits", "+experiment=digits_predictive", "+experiment=digits gate=aig objective=per_block"]
-BASES += ["+experiment=digits_predictive gate=exit objective=predictive objective.tau_target=0.9"]
-BASES += ["+experiment=digits gate=fixed gate.pattern=[1,0,1,0,1,0] objective=plain"]
+BASES = [  # together they have every key
+    "+experiment=digits",
+    "+experiment=digits gate=aig objective=per_block",
+    "+experiment=digits gate=random objective=plain",
+    "+experiment=digits gate=constant objective=two_sided",
+]
 SHORT = ["network.depth=14", "network.width=4", "data.batch_size=64", "data.eval_batch_size=180", "callbacks={}"]
-SHORT += ["trainer.max_epochs=2", "threads=1", "trainer.enable_progress_bar=false", "gate.predictor.hidden=4"]
+SHORT += ["trainer.max_epochs=2", "threads=1", "trainer.enable_progress_bar=false"]
 SHORT += [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
 LARGEST = 1e30
 WEIGHT = [0.0, 1e-30, LARGEST]  # of a term, from 0 on
@@ -40,7 +44,6 @@ EDGES: dict[str, list[Any]] = {  # of what is neither a choice nor true or false
     "threads": [None, 1],
     "sweep": [None, "mine"],
     "save_minutes": [0.0, 1e6],
-    "trunk": [None],
     "weights": [None],
     "data.folder": [None],
     "data.holdout": [1, 1437, 10**9],
@@ -55,14 +58,6 @@ EDGES: dict[str, list[Any]] = {  # of what is neither a choice nor true or false
     "network.widths": [None, [1, 1, 1], [1, 2, 40]],
     "network.torchvision": [None],
     "gate.threshold": INSIDE,
-    "gate.predictor.hidden": [1, 1024],
-    "gate.predictor.switch_epoch": EPOCH,
-    "gate.quantile.low": [0.0, 1 - 1e-9],
-    "gate.quantile.high": [1e-9, 1.0],
-    "gate.quantile.worth": [None, [0.0] * 6, [-LARGEST, LARGEST, 1.0, 1.0, 1.0, 1.0]],
-    "gate.quantile.begin": [None, [0.0] * 6, [1.0] * 6, [0.5] * 6],
-    "gate.quantile.temperature": [1e-30, LARGEST],
-    "gate.quantile.fit": [0, 1, 64],
     "gate.gamma.init": [-LARGEST, -1e-30, 1e-30, LARGEST],
     "gate.controller.reduction": [1, 10**9],
     "gate.relaxation.temperature": [1e-30, 1.0, LARGEST],
@@ -71,24 +66,14 @@ EDGES: dict[str, list[Any]] = {  # of what is neither a choice nor true or false
     "gate.start": [None, *INSIDE],
     "gate.hidden": [1, 1024],
     "gate.rate": [1e-9, 1.0],
-    "gate.pattern": [None, [0] * 6, [1] * 6, [1]],
     "objective.lambda_flops": WEIGHT,
     "objective.lambda_cons": WEIGHT,
     "objective.tau_target": [1e-9, 0.5, 1.0],
-    "objective.targets": [None, [0.0] * 6, [1.0] * 6],
-    "objective.bounds": SHARE,
-    "objective.reinforce.weight": WEIGHT,
-    "objective.reinforce.alpha": WEIGHT,
-    "objective.reinforce.start_epoch": EPOCH,
-    "objective.lambda_predict": WEIGHT,
-    "objective.lambda_full": WEIGHT,
-    "objective.lambda_exit": WEIGHT,
-    "objective.start_epoch": EPOCH,
     "objective.warmup_epochs": EPOCH,
     "optimizer.lr": [1e-30, LARGEST],
     "optimizer.momentum": [0.0, 1 - 1e-9],
     "optimizer.weight_decay": WEIGHT,
-    "optimizer.gate_lr": WEIGHT,
+    "optimizer.gate_lr_factor": WEIGHT,
     "trainer.accelerator": ["cpu", "auto"],
     "trainer.devices": [1, "auto"],
     "trainer.strategy": ["auto"],
@@ -121,11 +106,12 @@ ELSEWHERE = ("runs_dir", "run_dir", "data.root", "data.name")  # where a run lie
 
 
 def schema_leaves(schema: type, path: str = "") -> dict[str, Any]:
-    """The type of every key."""
+    """The type of every key, of every kind of gate too."""
     found = {}
     for name, kind in typing.get_type_hints(schema).items():
-        nested = schema_leaves(kind, f"{path}{name}.") if dataclasses.is_dataclass(kind) else {f"{path}{name}": kind}
-        found |= nested
+        for part in set(GATES.values()) if kind is GateConfig else [kind]:
+            nested = schema_leaves(part, f"{path}{name}.") if dataclasses.is_dataclass(part) else {path + name: part}
+            found |= nested
     return {key: kind for key, kind in found.items() if not key.startswith(("callbacks", "logger"))}
 
 
@@ -144,12 +130,19 @@ def test_every_key_has_its_edges():
     assert set(schema_leaves(Config)) == {*EDGES, *CHOICES, *ELSEWHERE}
 
 
-def is_out_of_range(wanted: DictConfig) -> bool:
+def test_every_key_is_one_of_a_config_that_is_tried(bases):
+    had = {key for base in bases for key in leaves(primitives(base)) if not key.startswith(("callbacks", "logger"))}
+    assert had == set(schema_leaves(Config))
+
+
+def is_out_of_range(wanted: DictConfig, key: str, value: Any) -> bool:
+    """Sets the value, and tells whether that ends with a line: of its range, or of a gate that has no such key."""
     try:
+        OmegaConf.update(wanted, key, value)
         validate(wanted)
         build_module(wanted)
     except (UserError, OmegaConfBaseException) as error:
-        return one_line(str(error))
+        return one_line(cli.one_line(error))
     return False
 
 
@@ -161,8 +154,7 @@ def tried(base: DictConfig, chosen: list[tuple[str, Any]], folder: Path) -> list
     wanted, taken, left = base.copy(), [], []
     for key, value in chosen:
         more = wanted.copy()
-        OmegaConf.update(more, key, value)
-        if not is_out_of_range(more):
+        if not is_out_of_range(more, key, value):
             wanted, taken = more, [*taken, (key, value)]
         else:
             left.append((key, value))
