@@ -14,13 +14,12 @@ from cosinegate.train import train
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with four trained runs and everything that is wrong with what others could look like."""
+    """A folder with three trained runs and everything that is wrong with what others could look like."""
     folder = tmp_path_factory.mktemp("world")
     short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "callbacks.curves=null"]
     for name, words in {
-        "good": ["+experiment=digits_predictive", "objective.start_epoch=0", "objective.warmup_epochs=0"],
+        "good": ["+experiment=digits", "network.depth=14"],
         "dense": ["+experiment=digits", "gate=none"],
-        "exact": ["+experiment=digits"],
         "random": ["+experiment=digits", "gate=random", "objective=plain"],
     }.items():
         train(config(*words, *short, f"run_dir={folder / name}"))
@@ -31,9 +30,6 @@ def world(tmp_path_factory) -> Path:
     (folder / "loop").symlink_to("loop")
     (folder / "theirs").mkdir()
     (folder / "theirs" / "thesis.txt").write_text("keep me\n")
-    (folder / "blocked" / "checkpoints").mkdir(parents=True)
-    shutil.copy(folder / "good" / "checkpoints" / "last.ckpt", folder / "blocked" / "checkpoints")
-    (folder / "blocked" / "figures").write_text("in the way\n")
     (folder / "csv").mkdir()
     shutil.copy(folder / "good" / "record.json", folder / "csv")
     (folder / "csv" / "metrics.csv").write_text(f"epoch,val/acc\n1,{'9' * 200_000}x\n")
@@ -46,8 +42,7 @@ def world(tmp_path_factory) -> Path:
     (folder / "mixed").mkdir()
     (folder / "mixed" / "card.json").write_text('{"network": {}, "forms": {}, "files": {"batch.onnx": ""}}')
     (folder / "mixed" / "int8.onnx").write_text("mine\n")
-    shutil.copytree(folder / "good", folder / "own")
-    (folder / "own" / "frontier.json").write_text('{"mine": 1}\n')
+    (folder / "mixed" / "frontier.json").write_text('{"mine": 1}\n')
     (folder / "runs" / ".sweeps" / "mine").mkdir(parents=True)
     (folder / "runs" / ".sweeps" / "mine" / "study.db").write_text("no study\n")
     (folder / "runs" / ".sweeps" / "listed.json").write_text('{"runs": [1, {}]}')
@@ -90,12 +85,6 @@ CASES = [  # the command line, what the line says, and the environment
     ("train data=null", "override must be a string"),
     ("train =5", "override must be a string"),
     ("train +experiment=digits hydra.sweeper.dry_run=true", "add -m"),
-    ("train gate=none objective=reinforce data=digits", "no gates that could learn"),
-    ("train gate=drop objective=reinforce data=digits", "have nothing that could learn"),
-    ("train +experiment=digits_predictive objective.reinforce.weight=1", "calibrated gates are not drawn"),
-    ("train gate=skipnet objective=reinforce data=digits trainer.max_epochs=12", "below trainer.max_epochs = 12"),
-    ("train gate=none objective.lambda_full=1 data=digits", "no other path than the full one"),
-    ("train gate=skipnet gate.exits=true data=digits", "gate.exits = True: needs gate.signal=predicted"),
     ("evaluate runs/digits/a-run", "key=value"),
     ("train --nonsense", "unrecognized arguments: --nonsense"),
     ("train --config-name=nonsense", "Cannot find primary config"),
@@ -127,15 +116,22 @@ CASES = [  # the command line, what the line says, and the environment
     ("train logger=wandb +logger.wandb.api_key=0123456789abcdef", "a secret has no place in a config"),
     # gates and networks
     ("train gate=skipnets", "gate/skipnets"),
-    ("train gate.kind=skipnets", "skipnet_recurrent"),
+    ("train gate.kind=skipnets", "cosine, none, skipnet, aig"),
     ("train network=resnet21", "network/resnet21"),
     ("train network.torchvision=vgg16", "resnet18"),
     ("train gate=random gate.rate=1.5", "gate.rate = 1.5: must be above 0 and at most 1"),
     ("train gate=aig gate.start=1", "gate.start"),
     ("train gate=aig gate.hidden=10000000000000", "gate.hidden"),
-    ("train gate=predictive network=resnet18", "gate.predictor.look=block"),
+    ("train gate=random gate.gamma.init=-2", "gate.gamma: no such key (gate has kind, first_blocks, rate)"),
+    (
+        "train gate=aig +gate.rate=1",
+        "gate.rate: no such key (gate has kind, first_blocks, threshold, relaxation, start",
+    ),
+    ("train +experiment=balanced gate=none", "no such key (gate has kind); conf/experiment/balanced.yaml sets it"),
+    ("train -m +experiment=balanced gate=random,aig", "conf/experiment/balanced.yaml sets it"),
+    ("train gate.kind=aig", "gate.kind = aig: has other keys than this gate"),
+    ("train gate=predictive", "gate/predictive"),
     ("train gate=controller_only gate.controller.enabled=false", "gate.controller.enabled"),
-    (f"{DIGITS} gate=fixed", "gate.pattern"),
     # what only the built objects can know
     (f"{DIGITS} trainer=gpu", "accelerator=gpu"),
     (f"{DIGITS} trainer.accelerator=abacus", "accelerator=abacus"),
@@ -199,7 +195,7 @@ CASES = [  # the command line, what the line says, and the environment
     ("evaluate run=ckpt/lacking.ckpt", "Missing key"),
     ("evaluate run=ckpt/nan.ckpt", "finite"),
     ("export run=ckpt/asks.ckpt", "${oc.env:HOME}"),
-    ("calibrate run=ckpt/circle.ckpt", "too deep"),
+    ("exits run=ckpt/circle.ckpt", "too deep"),
     ("benchmark run=ckpt/bomb.ckpt", "values"),
     ("evaluate run=good limit_batches=-2", "limit_batches"),
     ("evaluate run=good limit_batches=0.001", "limit_batches = 0.001: there are 2 batches; at least 0.5"),
@@ -208,27 +204,30 @@ CASES = [  # the command line, what the line says, and the environment
     # deployment
     ("export run=dense", "a dense network has no gates, so there is nothing to compile"),
     ("benchmark run=dense", "a dense network has no gates, so there is nothing to compile"),
-    ("calibrate run=exact", "train with gate=predictive"),
     ("export run=random", "it cannot be exported; dynamic=round settles them"),
     ("benchmark run=random", "it cannot be exported"),
-    ("calibrate run=random", "gates of kind random have no threshold"),
+    ("exits run=dense", "its last stage has one block alone"),
     ("export run=good budget=nan", "budget = nan"),
     ("export run=good tolerance=0.7", "tolerance = 0.7"),
     ("benchmark run=good tolerance=-1", "tolerance = -1"),
     ("export run=good dynamic=guess", "dynamic"),
     ("export run=good specialise=true", "specialise"),
-    ("export run=good folder=theirs", "is there and is no export"),
-    ("export run=good folder=loop", "is there and is no export"),
-    ("export run=good folder=file/x", "cannot be written"),
+    ("export run=good output=theirs", "is there and is no export"),
+    ("export run=good output=loop", "is there and is no export"),
+    ("export run=good output=file/x", "cannot be written"),
     ("export run=odd/deep", "record.json cannot be read"),
-    ("calibrate run=good budgets=[]", "give at least one"),
-    ("calibrate run=good budgets=[0.7,1.2]", "budget = 1.2"),
-    ("calibrate run=blocked budgets=[0.8]", "figures/frontier.png: cannot be written: Not a directory"),
+    ("exits run=good budgets=[]", "budgets = []: must be FLOPs over the network's own"),
+    ("exits run=good budgets=[0.7,-1]", "budgets = [0.7, -1.0]"),
+    ("exits run=good budgets=[nan]", "budgets = [nan]"),
+    ("exits run=good after=[9]", "after = [9]: block 9 has no exit to stand after it"),
+    ("exits run=good images=0", "images = 0"),
+    ("exits run=good after=[0] output=theirs", "is there and holds no exits"),
+    ("exits run=good after=[0] output=file/x", "cannot be written"),
     ("benchmark run=good batches=[0]", "batches = [0]"),
     ("benchmark run=good batches=[4000]", "there are 359 test images"),
-    ("benchmark run=good folder=file", "cannot be written"),
-    ("benchmark run=good against=[exact]", "has gates"),
-    ("bench steps=0", "steps = 0"),
+    ("benchmark run=good output=file", "cannot be written"),
+    ("benchmark run=good against=[random]", "has gates"),
+    ("training_speed steps=0", "steps = 0"),
     # records
     *(
         (f"pareto runs=odd/{name}", word)
@@ -252,7 +251,7 @@ CASES = [  # the command line, what the line says, and the environment
     ("pareto runs=[]", "runs = []"),
     ("pareto runs=/nowhere", "no such folder"),
     ("pareto runs=good reference=[nan,1]", "reference"),
-    ("pareto runs=good folder=file", "cannot be written"),
+    ("pareto runs=good output=file", "cannot be written"),
     ("pareto runs=good x=speed", "speed"),
     ("pareto sweep=../../x", "must be a sweep's name"),
     ("pareto sweep=listed", "lists no runs"),
@@ -272,11 +271,11 @@ CASES = [  # the command line, what the line says, and the environment
     ("table sweep=null runs=[good] path=good/config.yaml", "good/config.yaml: is there, and is no file that this"),
     ("table sweep=null runs=[good] path=taken/benchmark.md", "taken/benchmark.png: is there, and is no file that this"),
     ("table sweep=null runs=[good] path=x.png", "path = x.png: is the figure's name"),
-    ("pareto runs=good folder=taken", "counted.svg: is there, and is no file that this command wrote"),
-    ("benchmark run=good folder=taken", "taken/benchmark.png: is there, and is no file that this command wrote"),
-    ("bench folder=taken", "taken/training.json: is there, and is no file that this command wrote"),
-    ("calibrate run=own", "own/frontier.json: is there, and is no file that this command wrote"),
-    ("export run=good folder=mixed", "mixed/int8.onnx: is there, and is no file of the export"),
+    ("pareto runs=good output=taken", "counted.svg: is there, and is no file that this command wrote"),
+    ("benchmark run=good output=taken", "taken/benchmark.png: is there, and is no file that this command wrote"),
+    ("training_speed output=taken", "taken/training.json: is there, and is no file that this command wrote"),
+    ("exits run=good after=[0] output=mixed", "mixed/frontier.json: is there, and is no file that this command wrote"),
+    ("export run=good output=mixed", "mixed/int8.onnx: is there, and is no file of the export"),
     ("dashboard", "wandb login"),
     # data
     ("data imagenet", "cifar10"),

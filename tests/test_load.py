@@ -14,12 +14,12 @@ from cosinegate.train import train
 
 pytestmark = pytest.mark.slow
 
-RECORD = json.loads((ROOT / "results" / "cifar10_20" / "predictive" / "record.json").read_text())
+RECORD = json.loads((ROOT / "results" / "peers" / "balanced" / "record.json").read_text())
 
 
 def write_runs(root: Path, configurations: int, seeds: int) -> None:
     """Runs that differ in two values and their seed, each with its own record and config."""
-    settings = config("+experiment=predictive_balanced", f"run_dir={root}")
+    settings = config("+experiment=balanced", f"run_dir={root}")
     text = OmegaConf.to_yaml(settings, resolve=True)
     old = f"tau_target: {settings.objective.tau_target}", f"lambda_cons: {settings.objective.lambda_cons}", "seed: 0\n"
     assert all(part in text for part in old)
@@ -43,7 +43,7 @@ def write_runs(root: Path, configurations: int, seeds: int) -> None:
 def test_ten_thousand_records_are_read_and_plotted_in_ten_seconds(tmp_path):
     write_runs(tmp_path / "runs", configurations=2500, seeds=4)
     begin = time.monotonic(), os.times()
-    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto", afresh=True)
+    done = process("src/pareto.py", f"runs={tmp_path}/runs", f"output={tmp_path}/pareto", afresh=True)
     seconds, now = time.monotonic() - begin[0], os.times()
     used = now.children_user + now.children_system - begin[1].children_user - begin[1].children_system
     assert done.returncode == 0, done.stderr

@@ -19,12 +19,10 @@ from cosinegate.train import train
 TINY = ["data=digits", "trainer.max_epochs=3", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2"]
 TINY += ["trainer.limit_test_batches=1", "data.batch_size=32", "data.eval_batch_size=64", "threads=1"]
 TINY += ["callbacks.curves=null"]
-FULL = ["objective.lambda_full=1"]
 KINDS = {
     "soft": ["+experiment=digits"],
     "hard": ["+experiment=digits", "gate.relaxation.hard=true", "objective.per_step=true", "objective.warmup_epochs=2"],
     "dense": ["+experiment=digits", "gate=none"],
-    "predictive": ["+experiment=digits_predictive", "objective.start_epoch=0", "gate.quantile.fit=64", *FULL],
 }
 POINTS = {"inside the first epoch": (0, 1), "at its last step": (0, 3), "inside a later epoch": (1, 2)}
 POINTS |= {"during validation": (1, "val")}
@@ -118,12 +116,12 @@ def test_a_stopped_run_ends_as_one_that_was_never_stopped(never_stopped, point, 
 
 
 def test_a_checkpoint_of_another_network_is_answered_with_a_line(tmp_path):
-    folder, dense = start(tmp_path / "one", "predictive"), start(tmp_path / "other", "dense")
+    folder, dense = start(tmp_path / "one", "soft"), start(tmp_path / "other", "dense")
     written = (folder / "record.json").read_text()
     (folder / "record.json").write_text(written.replace('"status": "finished"', '"status": "stopped"'))
     shutil.copy(dense / "checkpoints" / "last.ckpt", folder / "checkpoints" / "last.ckpt")
     with pytest.raises(UserError, match=r"last.ckpt is of another run: .*, and this one has "):
-        start(tmp_path / "one", "predictive")
+        start(tmp_path / "one", "soft")
     assert read_metrics(folder)[3]
 
 

@@ -34,7 +34,9 @@ def plan(*arguments: str) -> list[sweep.Job]:
 
 
 def differences(a: sweep.Job, b: sweep.Job) -> set[str]:
-    first, second = (leaves(primitives(job.config)) for job in (a, b))
+    first, second = (
+        leaves(primitives(job.config) | {"callbacks": OmegaConf.to_container(job.config.callbacks)}) for job in (a, b)
+    )
     return {key for key in first if first[key] != second[key]}
 
 
@@ -95,7 +97,7 @@ def test_an_empty_grid_is_refused():
 
 
 BAD = [
-    (["+sweeps=nope"], ["sweeps/nope", "ablation pareto peers peers_mnist quick seeds"]),
+    (["+sweeps=nope"], ["sweeps/nope", "ablation paper pareto peers peers_mnist quick seeds"]),
     (["+sweeps=wandb"], ["wandb sweep sweeps/wandb.yaml"]),
     (["+experiment=digits", "seed=range(0,0)"], ["seed=range(0,0)", "an empty grid"]),
     (["+experiment=digits", "objective.tau=0.5,0.6"], ["objective.tau: no such key"]),
@@ -165,7 +167,7 @@ def test_commands_of_one_sweep_add_to_its_list_and_unnamed_ones_have_a_list_each
     assert "2 jobs, 2 finished before, 0 to train" in done.stdout  # of this command, whatever the lists hold
     lists = [json.loads(path.read_text())["runs"] for path in (tmp_path / "runs" / ".sweeps").glob("*.json")]
     assert sorted("".join(sorted(run[-1] for run in runs)) for runs in lists) == ["01", "012", "12"]
-    drawn = process("src/pareto.py", "sweep=seeds", f"runs_dir={tmp_path}/runs", f"folder={tmp_path}/pareto")
+    drawn = process("src/pareto.py", "sweep=seeds", f"runs_dir={tmp_path}/runs", f"output={tmp_path}/pareto")
     assert drawn.returncode == 0, drawn.stderr
     assert len((tmp_path / "pareto" / "digits-resnet8-w8-1epochs-counted.csv").read_text().splitlines()) == 1 + 3
 
