@@ -147,7 +147,7 @@ def test_absolute_costs_compare_networks_of_different_size(record, tmp_path, dra
 
 
 def test_a_key_that_an_older_run_did_not_know_is_in_no_label(record, tmp_path):
-    older = re.sub(r" *credit: slope\n", "", record[1])
+    older = re.sub(r" *decay_gates: .*\n", "", record[1])
     assert older != record[1]
     write(tmp_path, (record[0], older), 0.9, 0.5, tau=0.4, identity="old")
     write(tmp_path, record, 0.9, 0.5, tau=0.5, identity="new")
