@@ -41,7 +41,7 @@ def test_every_gate_is_compiled_to_the_same_answers(gate, tmp_path):
     before, state = {name: tensor.clone() for name, tensor in network.state_dict().items()}, torch.get_rng_state()
     compiled, changes = compile_gates(network, x)
     assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(torch.equal(network.state_dict()[name], tensor) for name, tensor in before.items())
     assert set(compiled.state_dict()) <= set(before)
     trained, after = eager(network, x), eager(compiled, x)
     assert torch.equal(after.logits, trained.logits)
