@@ -16,27 +16,25 @@ from cosinegate import cli
 from cosinegate.build import build_module
 from cosinegate.callbacks.schedule import ShareOut
 from cosinegate.processes import Share
-from cosinegate.relaxation import Relaxation
 from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
 
 CASES = {
+    "cosine": "cosinegate",
+    "cosine_novelty": "flops",
+    "cir_only": "cosinegate",
+    "controller_only": "two_sided",
     "aig": "per_block",
     "skipnet": "two_sided",
-    "skipnet by reward": "reinforce",
-    "skipnet_recurrent": "two_sided",
-    "attention": "dynconv",
+    "constant": "two_sided",
     "random": "plain",
-    "drop": "plain",
 }
 IMAGES = 11  # the first of two processes has one more
 
 
-def losses(case: str, rank: int, world: int) -> list[float]:
-    gate, small = case.split()[0], ["data=digits", "network.depth=8", "network.width=4"]
-    module = build_module(cli.compose(f"gate={gate}", f"objective={CASES[case]}", *small)).double().train()
+def losses(gate: str, rank: int, world: int) -> list[float]:
+    small = ["data=digits", "network.depth=8", "network.width=4"]
+    module = build_module(cli.compose(f"gate={gate}", f"objective={CASES[gate]}", *small)).double().train()
     module.objective.prog = 1.0
-    for part in (module.objective, *(part for part in module.modules() if isinstance(part, Relaxation))):
-        part.sampled = case.endswith("reward")
     forward = module.network
     if world > 1:
         forward = DistributedDataParallel(SyncBatchNormOnCPU().apply(module.network))
@@ -60,6 +58,6 @@ def losses(case: str, rank: int, world: int) -> list[float]:
 if __name__ == "__main__":
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
-    found = {case: losses(case, rank, world) for case in CASES}
+    found = {gate: losses(gate, rank, world) for gate in CASES}
     (folder / f"{rank}of{world}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

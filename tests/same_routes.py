@@ -7,27 +7,36 @@ sample that took another route has other inputs from there on, so only its first
 import torch
 from torch import Tensor
 
+from cosinegate.deploy.exits import EarlyExitNetwork
+from cosinegate.deploy.exits.budget import exit_logits
 from cosinegate.networks import Routing
 
 MARGIN = 2e-5  # of 1 + |logit|: some hundred roundings of float32, a thousandth of what most gates' logits spread over
+EXIT_MARGIN = 1e-3  # of an exit, which sees log(-log p): where p is nearly 1, rounding shows in the third digit
 MOST = 0.05  # of the samples, and one in any case, may have a logit so near
 
 
 def near_threshold(network, routing: Routing) -> Tensor:
-    """Returns which decisions (B, N) rounding may turn over."""
-    thresholds = [-torch.inf if block.gate is None else float(block.gate.turn) for block in network.blocks]
+    """Returns which decisions (B, N) of gates rounding may turn over."""
+    thresholds = [-torch.inf if block.gate is None else float(block.gate.threshold_logit) for block in network.blocks]
     scale = 1 + routing.logits.nan_to_num(0, 0, 0).abs()
     return (routing.logits - torch.tensor(thresholds)).abs() <= MARGIN * scale
 
 
-def assert_same_routes(found: Tensor, network, routing: Routing) -> Tensor:
-    """Returns which samples (B,) took the route of the network's own `routing`; `found` has a column a gated block, or
-    one a block.
-    """
-    expected, near = routing.gates.bool(), near_threshold(network, routing)
-    if found.shape[1] < expected.shape[1]:
-        gated = [block.gate is not None for block in network.blocks]
-        found = expected.clone().masked_scatter_(torch.tensor(gated), found.bool())
+def near_exit(network: EarlyExitNetwork, images: Tensor) -> Tensor:
+    """Returns which columns of the route (B, N) an exit may change, because its logit lies on its threshold."""
+    logits = exit_logits(network, images)
+    on_threshold = (logits - network.threshold).abs() <= EXIT_MARGIN * (1 + logits.abs())
+    near = torch.zeros(len(images), len(network.blocks), dtype=torch.bool)
+    for column, index in zip(on_threshold.T, network.after, strict=True):
+        near[:, index + 1 :] |= column[:, None]
+    return near
+
+
+def assert_same_routes(found: Tensor, network, routing: Routing, near: Tensor | None = None) -> Tensor:
+    """Returns which samples (B,) took the route of the network's own `routing`; `found` has a column a block."""
+    expected = routing.gates.bool()
+    near = near_threshold(network, routing) if near is None else near
     differs = found.bool() != expected
     first = differs & (differs.cumsum(1) == 1)
     unexplained = (first & ~near).any(1).nonzero().flatten().tolist()

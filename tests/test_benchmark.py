@@ -7,7 +7,7 @@ from conftest import assert_one_line, process
 @pytest.mark.slow
 def test_the_benchmark_measures_every_bar_and_says_which_are_missed(tmp_path):
     small = ["name=digits", "steps=2", "batches=3", "val_batches=1", "rounds=1", "threads=1"]
-    done = process("src/bench.py", *small, f"folder={tmp_path}")
+    done = process("src/training_speed.py", *small, f"output={tmp_path}")
     figures = json.loads((tmp_path / "training.json").read_text())["figures"]
     assert [figure["bar"] for figure in figures] == [
         "<= 1.20",
@@ -26,4 +26,4 @@ def test_the_benchmark_measures_every_bar_and_says_which_are_missed(tmp_path):
 
 
 def test_a_benchmark_of_nothing_is_refused():
-    assert_one_line(process("src/bench.py", "rounds=0", afresh=True), "rounds = 0", "at least 1")
+    assert_one_line(process("src/training_speed.py", "rounds=0", afresh=True), "rounds = 0", "at least 1")

@@ -1,3 +1,4 @@
+import copy
 import json
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 from conftest import config, process
 
+from cosinegate.errors import UserError
 from cosinegate.evaluate import evaluate
 from cosinegate.train import train
 
@@ -47,16 +49,32 @@ def ask(*overrides: str):
     return evaluate(config(*overrides, config_name="evaluate"))
 
 
-def test_a_checkpoint_from_before_a_key_means_what_it_meant(run, tmp_path):
+def test_a_checkpoint_of_an_earlier_version_means_what_it_meant(run, tmp_path):
     _, folder = run
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-    for key in ("signal", "measure", "first_blocks", "calibration", "predictor", "quantile"):
-        del stored["hyper_parameters"]["gate"][key]
-    for key in ("sided", "lambda_predict", "lambda_full", "start_epoch"):
-        del stored["hyper_parameters"]["objective"][key]
-    del stored["hyper_parameters"]["optimizer"]["gate_lr"]
+    parameters = stored["hyper_parameters"]
+    parameters["gate"] |= {"signal": "exact", "measure": "cir", "calibration": "none", "predictor": {"hidden": 16}}
+    parameters["gate"] |= {"exits": False, "quantile": {"fit": 0}, "start": 0.5, "hidden": 4, "rate": 0.5}
+    parameters["objective"] |= {
+        "lambda_predict": 1.0,
+        "lambda_full": 0.0,
+        "start_epoch": 0.0,
+        "reinforce": {"weight": 0},
+    }
+    parameters["optimizer"]["gate_lr"] = parameters["optimizer"].pop("gate_lr_factor")
+    parameters["trunk"] = None
     torch.save(stored, tmp_path / "older.ckpt")
     result, *_ = ask(f"run={tmp_path / 'older.ckpt'}")
     expected, *_ = ask(f"run={folder / 'checkpoints' / 'last.ckpt'}")
     del result["checkpoint"], expected["checkpoint"]
     assert result == expected
+    for part, key, value in [
+        ("gate", "signal", "predicted"),
+        ("gate", "kind", "fixed"),
+        ("objective", "lambda_full", 0.5),
+    ]:
+        left = copy.deepcopy(stored)
+        left["hyper_parameters"][part][key] = value
+        torch.save(left, tmp_path / "left.ckpt")
+        with pytest.raises(UserError, match=f"trained with {part}.{key} = {value}, which this version no longer has"):
+            ask(f"run={tmp_path / 'left.ckpt'}")

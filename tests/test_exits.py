@@ -1,355 +1,329 @@
-"""Images that leave the last stage when they are done: what they are taught, who decides, and what they are given."""
+"""Early exits: fitted to a frozen network, which stays as it is; a budget moves their threshold and no weight."""
 
 import copy
+import itertools
 import json
-import math
-from types import SimpleNamespace
+import shutil
+from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
-from conftest import config
-from cosinegate.calibration import calibrate
-from cosinegate.callbacks.calibrated import Calibrated
-from cosinegate.callbacks.prediction import PredictionStatistics
-from cosinegate.deploy.folded import folded
-from cosinegate.deploy.frontier import forced
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.weights import described, rebuilt, write_weights
-from cosinegate.gates.exit import ExitClassifier
-from deployed import assert_same
-from sklearn.linear_model import LogisticRegression
-from test_full_path import softmax
-from torch.utils.flop_counter import FlopCounterMode
+from conftest import assert_one_line, config, process
+from deployed import (
+    CLOSED,
+    LAST_STAGE,
+    OPEN,
+    assert_same,
+    chosen,
+    classifying,
+    cosine,
+    digits,
+    eager,
+    images,
+    labels,
+    network_of,
+    with_exits,
+)
+from same_routes import near_exit
 
-from cosinegate import gate_fit
-from cosinegate.build import build_module
-from cosinegate.callbacks.epoch_sums import EpochSums
-from cosinegate.deploy.compile import Action, compile_gates
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, run_onnx, session, write_onnx
-from cosinegate.networks import Output, Routing
-from cosinegate.networks.flops import block_flops
-from cosinegate.objective import Objective
+from cosinegate.deploy.card import read_network
+from cosinegate.deploy.compile import compile_gates
+from cosinegate.deploy.exits import EarlyExitNetwork
+from cosinegate.deploy.exits.budget import exit_logits, mean_cost, path_costs, set_budget
+from cosinegate.deploy.exits.command import exits as exits_command
+from cosinegate.deploy.exits.fit import default_exits, fit_exits, new_exits
+from cosinegate.errors import UserError
+from cosinegate.evaluate import evaluate
+from cosinegate.networks.flops import dense_flops, forward_flops
+from cosinegate.record import read_record
+from cosinegate.report.content import run_content
+from cosinegate.train import train
 
-SMALL = ["data=digits", "gate=exit", "objective=predictive", "network.blocks=[1,1,4]", "network.width=4", "threads=1"]
-SMALL += ["optimizer.decay_gates=false", "objective.tau_target=0.75", "gate.quantile.fit=64"]
-PLACES, SHARES = [3, 4, 5], [0.8, 0.5, 0.3]
-SHARED, OWN = "gate.exit_classifier=shared", "gate.exit_classifier=own"
-EITHER = pytest.mark.parametrize("form", [pytest.param(SHARED, marks=pytest.mark.slow), OWN])
-
-
-def network(rng, *overrides: str):
-    """Its running moments are those of something, and its gates have thresholds."""
-    torch.manual_seed(0)
-    made = build_module(config(*SMALL, *overrides)).network.train()
-    for _ in range(20):
-        made(images(64, rng))
-    x = images(256, rng)
-    with torch.no_grad():  # a classifier that tells these images apart
-        made.head.weight.normal_(std=4)
-        made.head.bias.zero_().sub_(at_exit(made.eval(), 6, x).mean(0))
-    gate_fit.fit(made.train(), PLACES, x, torch.zeros(256, dtype=torch.long))
-    calibrate(made, SHARES, images(512, rng))  # not those that were learned by heart
-    return made
+AFTER = [2, 3]
 
 
-def images(number: int, rng) -> torch.Tensor:
-    return torch.randn(number, 1, 8, 8, generator=rng)
+def test_the_batch_that_shrinks_gives_what_images_one_by_one_give():
+    network, x = with_exits(), digits("test")
+    together, near = eager(network, x), near_exit(network, x)
+    assert len(together.routing.gates.unique(dim=0)) == 3
+    alone = [eager(network, image[None]) for image in x]
+    scores = torch.cat([output.logits for output in alone])
+    assert_same(scores, torch.cat([output.routing.gates for output in alone]), network, together, near=near)
 
 
-def statistics(network, place: int, x: torch.Tensor) -> torch.Tensor:
-    """Of what the blocks before `place` alone make of the images."""
-    y = network.stem(x)
-    for block in network.blocks[:place]:
-        y = torch.relu(block.shortcut(y) + block.residual(y))
-    return torch.cat((y.mean((2, 3)), y.std((2, 3), correction=0), y.amax((2, 3))), dim=1)
-
-
-def at_exit(network, place: int, x: torch.Tensor) -> torch.Tensor:
-    """Scores of the blocks before `place` alone, by the network's classifier or the exit's own."""
-    shown = statistics(network, place, x)
-    own = network.blocks[place].gate.own if place in PLACES else None
-    return network.head(shown[:, : network.head.in_features]) if own is None else slow(own, shown)
-
-
-def slow(own, shown: torch.Tensor) -> torch.Tensor:
-    hidden = shown @ own.w1.weight.T + own.w1.bias
-    return torch.where(hidden > 0, hidden, 0.1 * hidden) @ own.w2.weight.T + own.w2.bias
-
-
-def test_the_loss_equals_its_slow_form_and_its_gradient(rng):
-    objective = Objective(0.0, 0.0, 0.5, lambda_exit=0.3)
-    scores, *exits = torch.randn(3, 5, 4, generator=rng, dtype=torch.float64)
-    target, exits = torch.tensor([0, 1, 2, 3, 0]), torch.stack(exits)
-    routing = Routing(*[torch.zeros(5, 3, dtype=torch.float64)] * 6)
-    losses = objective(Output(scores, routing, exits=exits), target)
-    slow = 0.0
-    for early in exits.tolist():
-        for own, label, taught_by in zip(early, target.tolist(), scores.tolist(), strict=True):
-            p, q = softmax(taught_by), softmax(own)
-            slow += -math.log(q[label]) + sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    assert losses.exit.item() == pytest.approx(slow / 10)
-    assert losses.total.item() == pytest.approx((losses.ce.item() + 0.3 * slow / 10) / 1.3)
-    assert torch.autograd.gradcheck(lambda early: objective.exit_loss(early, target, scores), exits.requires_grad_())
-    scores.requires_grad_()
-    objective.exit_loss(exits, target, scores).backward()
-    assert scores.grad is None  # exits teach the end of the network nothing
-
-
-def test_a_look_before_an_exit_costs_under_seven_tenths_of_a_percent_of_its_block():
-    """Statistics, classifier, policy; ĉ alone, which stands where CIR stands, under a tenth."""
-    made = build_module(config("+experiment=predictive_balanced")).network.eval()
-    gate, x = made.blocks[5].gate, torch.randn(1, 64, 8, 8)
-    residual = block_flops(made, (32, 32, 3))[5].item()
-    with torch.no_grad(), FlopCounterMode(display=False) as look:
-        gate.decide(gate.look(x, None))
-    with torch.no_grad(), FlopCounterMode(display=False) as predictor:
-        gate.predictor(torch.randn(1, 193))
-    assert 0.005 < look.get_total_flops() / residual < 0.007
-    assert 0 < predictor.get_total_flops() / residual < 0.001
-
-
-def test_training_is_the_dense_networks_and_has_the_scores_of_every_exit(rng):
-    made, x = network(rng).train(), images(16, rng)
-    dense = build_module(config(*SMALL, "gate=none")).network.train()
-    dense.load_state_dict({name: value for name, value in made.state_dict().items() if ".gate." not in name})
-    before = copy.deepcopy(made)  # BatchNorm learns from a pass
-    output = made(x)
-    assert torch.equal(output.routing.gates, torch.ones(16, 6))
-    torch.testing.assert_close(output.logits, dense(x).logits)
-    assert output.exits.shape == (3, 16, 10)
-    for early, place in zip(output.exits, PLACES, strict=True):
-        torch.testing.assert_close(early, at_exit(before, place, x))
-    assert made.eval()(x).exits is None
-
-
-@EITHER
-def test_an_image_that_leaves_has_the_scores_of_its_exit_and_does_not_come_back(form, rng):
-    made, x = network(rng, form).eval(), images(200, rng)
+def test_an_image_has_the_scores_of_the_first_exit_that_is_sure():
+    network, x = with_exits(), digits("test")
     with torch.no_grad():
-        output = made(x)
-        scores = torch.stack([at_exit(made, place, x) for place in (*PLACES, 6)])
-    opened = output.routing.gates[:, PLACES]
-    assert torch.equal(opened, opened.cummin(1).values)
-    left = opened.sum(1).long()
-    assert len(left.unique()) == 4
-    torch.testing.assert_close(output.logits, scores[left, torch.arange(200)], rtol=1e-4, atol=1e-5)
-    assert opened.mean(0).tolist() == pytest.approx(SHARES, abs=0.12)
+        steps = list(network.network.walk(x))
+        answers = [network.exit_after(index)(steps[index].y) for index in AFTER]
+        scores = torch.stack([scores for scores, _ in answers] + [network.network.classify(steps[-1].y)])
+        stays = torch.stack([logit > network.threshold for _, logit in answers], dim=1).cummin(1).values  # (B, E)
+    exited = stays.sum(1)
+    assert exited.unique().tolist() == [0, 1, 2]
+    expected = torch.stack([stays[:, 0] | True] * 3 + [stays[:, 0], stays[:, 1]], dim=1)
+    output = eager(network, x)
+    on_threshold = near_exit(network, x).any(1)
+    assert torch.equal(output.routing.gates.bool()[~on_threshold], expected[~on_threshold])
+    picked = scores[exited, torch.arange(len(x))]
+    torch.testing.assert_close(output.logits[~on_threshold], picked[~on_threshold], rtol=1e-4, atol=1e-4)
 
 
-@EITHER
-def test_one_policy_looks_before_every_block_and_who_has_left_has_left(form, rng):
-    made, x = network(rng, form).eval(), images(200, rng)
-    gates = [made.blocks[place].gate for place in PLACES]
-    assert len({id(gate.controller) for gate in gates}) == len({id(gate.predictor) for gate in gates}) == 1
+@pytest.mark.parametrize(("threshold", "blocks"), [(-torch.inf, 5), (torch.inf, 3)])
+def test_the_ends_of_the_threshold_keep_every_image_or_none(threshold, blocks):
+    network, x = with_exits(), digits("test")
+    network.threshold.fill_(threshold)
+    output = eager(network, x)
+    assert (output.routing.gates.sum(1) == blocks).all()
+    if blocks == 5:
+        assert torch.equal(output.logits, eager(network.network, x).logits)
+    costs = path_costs(network, x[:1])
+    assert forward_flops(network, x) == pytest.approx(
+        len(x) * (costs[-1] if blocks == 5 else costs[0]).item() * dense_flops(network.network, (8, 8, 1))
+    )
+
+
+def test_exits_are_off_in_training():
+    network, x = with_exits().train(), images(20)
+    network.threshold.fill_(torch.inf)
+    plain = copy.deepcopy(network.network)
+    assert torch.equal(network(x).logits, plain(x).logits)
+
+
+def test_fitting_moves_no_weight_of_the_network_and_is_the_same_every_time():
+    network, x, y = classifying(network_of(config(*LAST_STAGE))), digits("train")[:300], labels("train")[:300]
+    before, state = {name: tensor.clone() for name, tensor in network.state_dict().items()}, torch.get_rng_state()
+    first, second = (fit_exits(network.train(mode), AFTER, x, y) for mode in (True, False))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    for index in AFTER:
+        for name, tensor in first[index].state_dict().items():
+            assert torch.equal(tensor, second[index].state_dict()[name])
+        assert not any(parameter.requires_grad for parameter in first[index].parameters())
+
+
+def test_classifiers_are_fitted_to_the_labels_and_policies_to_whether_the_answer_changes():
+    network, x, y = with_exits(), digits("train"), labels("train")
+    unfitted = EarlyExitNetwork(network.network, new_exits(network.network, AFTER, x[:1])).eval()
+    whole = eager(network.network, x).logits.argmax(1)
     with torch.no_grad():
-        routing = made(x).routing
-        alone = [gates[0].gamma * gates[0].price(seen(made, place, x)) for place in PLACES]
-    stays = torch.ones(200, dtype=torch.bool)
-    for place, slow in zip(PLACES, alone, strict=True):
-        expected = torch.where(stays, slow, -math.inf)
-        torch.testing.assert_close(routing.logits[:, place], expected, rtol=1e-4, atol=1e-4)
-        on_threshold = (slow - made.blocks[place].gate.turn).abs() < 1e-4
-        assert on_threshold.sum() <= 4
-        stays = torch.where(on_threshold, routing.gates[:, place].bool(), stays & (slow > made.blocks[place].gate.turn))
-        assert torch.equal(routing.gates[:, place].bool(), stays)
-    falling = copy.deepcopy(made)  # an image that has left would pass these, were it asked again
-    for place, turn in zip(PLACES, (alone[0].sort().values[99:101].mean().item(), -1e9, -1e9), strict=True):
-        falling.blocks[place].gate.opening.threshold.fill_(turn)
-    output = falling(x)
-    assert output.routing.gates[:, PLACES].sum(0).tolist() == pytest.approx([100, 100, 100], abs=2)
-    runtime = SkippingNetwork(folded(falling), micro_batch=16)
-    assert_same(runtime(x), runtime.gates, falling, output, atol=1e-3)
+        steps = list(network.network.walk(x))
+        for index in AFTER:
+            scores, logit = network.exit_after(index)(steps[index].y)
+            drawn, _ = unfitted.exit_after(index)(steps[index].y)
+            assert (scores.argmax(1) == y).float().mean() > 0.8 > (drawn.argmax(1) == y).float().mean() + 0.5
+            changes = scores.argmax(1) != whole
+            assert 0 < changes.float().mean() < 0.5
+            ranks = logit.argsort().argsort().float()  # where the answer changes, the logit is higher
+            area = (ranks[changes].mean() - (changes.sum() - 1) / 2) / (~changes).sum()
+            assert area > 0.8
 
 
-def seen(network, place: int, x: torch.Tensor) -> torch.Tensor:
-    """Of what a block is given that no image has left before: statistics, and how unlikely the likeliest class is."""
-    likely = at_exit(network, place, x).softmax(1).max(1, keepdim=True).values
-    return torch.cat((statistics(network, place, x), (1e-4 - likely.log()).log()), dim=1)
+@pytest.mark.parametrize("budget", [0.65, 0.8, 0.95])
+def test_a_budget_is_met_on_the_images_it_was_set_by(budget):
+    network, x = with_exits(), digits("train")[:500]
+    found = set_budget(network, budget, x)
+    costs = path_costs(network, x[:1])
+    step = (costs[-1] - costs[0]).item() / len(x)
+    assert budget - step - 1e-9 <= found <= budget
+    logits = exit_logits(network, x)
+    assert found == mean_cost(logits, costs, network.threshold.item())
+    own = dense_flops(network.network, (8, 8, 1))
+    on_threshold = near_exit(network, x).any(1).sum().item()
+    assert forward_flops(network, x) / len(x) / own == pytest.approx(found, abs=(on_threshold + 1e-6) * step)
 
 
-@EITHER
-def test_training_lets_nobody_go_whatever_the_thresholds(form, rng):
-    made, x = network(rng, form).train(), images(16, rng)
-    for place in PLACES:
-        made.blocks[place].gate.opening.threshold.fill_(math.inf)
-    output = made(x)
-    assert output.routing.gates.min() == 1
-    assert output.routing.logits[:, PLACES].isfinite().all()
-    assert made.head.weight.grad is None
-    output.routing.logits[:, PLACES].sum().backward()
-    assert made.head.weight.grad is None  # what the policy is shown teaches the classifier nothing
+def test_a_larger_budget_lets_no_image_exit_earlier():
+    routes = [eager(with_exits(budget), digits("test")).routing.gates for budget in (0.65, 0.8, 0.95)]
+    assert all((less <= more).all() for less, more in itertools.pairwise(routes))
+    assert routes[0].sum() < routes[1].sum() < routes[2].sum()
 
 
-@EITHER
-def test_the_policy_is_fitted_to_whether_the_class_would_change(form, rng, monkeypatch):
-    monkeypatch.setattr(gate_fit, "EXIT_PASSES", 1500)
-    monkeypatch.setattr(gate_fit, "LEAST_STEPS", 4)  # too few to know 16 images by heart
-    made, x = network(rng, form), images(16, rng)
-    made.eval()
-    before = copy.deepcopy(made.state_dict())
-    gate_fit.fit(made, PLACES, x, torch.zeros(16, dtype=torch.long))
-    with torch.no_grad():
-        classes = [at_exit(made, place, x).argmax(1) for place in (*PLACES, 6)]
-        flips = torch.stack([early != classes[-1] for early in classes[:-1]])
-    assert 0.1 < flips.float().mean() < 0.9
-    changed = {name for name, value in made.state_dict().items() if not torch.equal(value, before[name])}
-    learned = {name for name in changed if "budget" not in name}
-    assert any(".gate.controller." in name for name in learned)
-    of_own = (".gate.own.", ".gate.standardise.", ".gate.predictor.") if form == OWN else ()
-    may = (".gate.controller.", *of_own)
-    assert all(any(part in name for part in may) for name in learned)
-    logits = torch.stack([made.blocks[3].gate.price(seen(made, place, x)) for place in PLACES])
-    assert torch.equal(logits > 0, flips)  # 48 maps are learned by heart
+def test_a_budget_out_of_range_is_one_line():
+    network = with_exits()
+    for budget in (0.3, 1.2):
+        with pytest.raises(UserError, match=rf"budget = {budget}: must lie from 0\.\d+ .* to 1\.\d+"):
+            set_budget(network, budget, images(50))
 
 
-def test_classifiers_of_their_own_are_fitted_to_the_classes_and_the_whole_network(rng):
-    """Better than sklearn's linear one is by the same error; the policy then sees their doubt as it is now."""
-    made, x = network(rng, OWN).eval(), images(128, rng)
-    target = torch.randint(10, (128,), generator=rng)
-    gate_fit.fit(made, PLACES, x, target)
-    with torch.no_grad():  # both errors are one, but for a constant: to half the class and half what the network says
-        taught = (at_exit(made, 6, x).softmax(1) + torch.nn.functional.one_hot(target, 10)) / 2
-    least = -taught.xlogy(taught).sum(1).mean().item()
-    for place in (PLACES[0], PLACES[-1]):
-        with torch.no_grad():
-            shown, scores = statistics(made, place, x), at_exit(made, place, x)
-        shown = (shown - shown.mean(0)) / shown.std(0).clamp_min(1e-3)
-        rows = shown.repeat_interleave(10, 0), torch.arange(10).repeat(128), taught.flatten()
-        linear = LogisticRegression(C=1e4, max_iter=500).fit(*(part.numpy() for part in rows))
-        linear = torch.from_numpy(linear.predict_log_proba(shown.numpy()))
-        found, linear = (-(taught * logs).sum(1).mean().item() for logs in (scores.log_softmax(1), linear))
-        assert least < found < linear
-    doubts = made.blocks[3].gate.standardise(torch.cat([seen(made, place, x) for place in PLACES]))[:, -1]
-    assert (doubts.mean().item(), doubts.std().item()) == pytest.approx((0, 1), abs=0.01)
+@torch.no_grad()
+def taking(network: EarlyExitNetwork, place: int) -> EarlyExitNetwork:
+    """A copy without gates in which every image takes the exit of that place among its exits, or none."""
+    forced = copy.deepcopy(network)
+    forced.threshold.fill_(0.0)
+    for number, index in enumerate(network.after):
+        last = forced.exit_after(index).policy[2]
+        last.weight.zero_()
+        last.bias.fill_(-1.0 if number == place else 1.0)
+    for block in forced.blocks:
+        block.gate = None
+    return forced
 
 
-def test_the_predictor_is_fitted_to_the_exact_cir_and_what_is_logged_is_what_evaluation_decides_by(rng):
-    """R² and agreement, against the slow form: over whole images, by the thresholds of evaluation."""
-    made, x = network(rng, OWN).eval(), images(256, rng)
-    gate_fit.fit(made, PLACES, x, torch.randint(10, (256,), generator=rng))
-    calibrate(made, SHARES, x)
-    logged, callback = {}, PredictionStatistics(EpochSums())
-    callback.places = PLACES
-    plain = L.pytorch.plugins.Precision()
-    data = SimpleNamespace(whole_images=lambda split, number: (x[:number], None))
-    module = SimpleNamespace(network=made.train(), log_dict=lambda values, **_: logged.update(values))
-    callback.on_train_epoch_end(SimpleNamespace(datamodule=data, precision_plugin=plain), module)
-    assert made.training
-    made.eval()
-    agreement = []
-    for place in PLACES:
-        gate, y = made.blocks[place].gate, made.stem(x)
-        for block in made.blocks[:place]:
-            y = torch.relu(block.shortcut(y) + block.residual(y))
-        residual = made.blocks[place].residual(y).flatten(1)
-        exact = 1 - torch.nn.functional.cosine_similarity(y.flatten(1), residual)
-        shown = gate.standardise(seen(made, place, x))
-        predicted, offset = gate.predictor(shown), gate.controller(shown)
-        r2 = 1 - (exact - predicted).square().sum() / (exact - exact.mean()).square().sum()
-        assert logged[f"predict/r2_block_{place:02d}"].item() == pytest.approx(r2.item(), abs=1e-3)
-        assert r2 > 0.5
-        same = [gate.gamma * (value + offset) > gate.turn for value in (predicted, exact)]
-        agreement.append((same[0] == same[1]).float().mean().item())
-        assert logged[f"predict/agreement_block_{place:02d}"].item() == pytest.approx(agreement[-1], abs=0.01)
-    assert min(agreement) < 1
+@pytest.mark.parametrize("gate", ["none", "cosine", "aig"])
+def test_path_costs_are_the_flops_of_real_passes(gate):
+    """Where gates are left, as if all of them were open."""
+    network = network_of(config(*LAST_STAGE) if gate == "none" else chosen(gate))
+    early = EarlyExitNetwork(network, new_exits(network, [1, 3], images(1))).eval()
+    costs, own = path_costs(early, images(1)), dense_flops(network, (8, 8, 1))
+    real = [forward_flops(taking(early, place), images(3)) / (3 * own) for place in range(3)]
+    assert costs.tolist() == pytest.approx(real)
+    assert real[0] < real[1] < 1 < real[2]
 
 
-def test_classifiers_learn_of_mirrored_images_where_training_mirrors(rng):
-    data, x, target = SimpleNamespace(config=SimpleNamespace(flip=True)), images(8, rng), torch.arange(8)
-    fits, own, shared = Calibrated(6, 0), *(network(rng, form).blocks[3].gate for form in (OWN, SHARED))
-    shown, classes = fits._fitted(x, target, data, own)
-    assert torch.equal(shown, torch.cat((x[:6], x[:6, :, :, range(7, -1, -1)])))
-    assert classes.tolist() == [*range(6), *range(6)]
-    assert torch.equal(fits._fitted(x, target, data, shared)[0], x[:6])
-    data.config.flip = False  # a mirrored digit is none
-    assert torch.equal(fits._fitted(x, target, data, own)[0], x[:6])
+def test_exits_stand_where_blocks_run_that_others_follow():
+    """On a compiled network too: behind a block that was removed, an exit would see nothing new."""
+    compiled, _ = compile_gates(classifying(cosine([OPEN, OPEN, OPEN, OPEN, CLOSED, OPEN])), images())
+    assert default_exits(compiled, images(1)) == []  # block 4 is removed, and nothing follows block 5
+    assert default_exits(network_of(config(*LAST_STAGE)), images(1)) == [2, 3]
+    for after in ([4], [5], [6], [-1], []):
+        with pytest.raises(UserError, match=r"must be blocks that run .* of \[0, 1, 2, 3\]"):
+            new_exits(compiled, after, images(1))
+    early = EarlyExitNetwork(compiled, fit_exits(compiled, [1, 3], digits("train"), labels("train"))).eval()
+    set_budget(early, 0.8, digits("train"))
+    output = eager(early, digits("test"))
+    assert early.after == [1, 3]
+    assert not output.routing.gates[:, 4].any()
+    assert output.routing.gates.sum(1).unique().tolist() == [2, 4, 5]
+    assert (output.logits.argmax(1) == labels("test")).float().mean() > 0.4
 
 
-def test_one_price_parts_the_images_at_every_exit(rng):
-    """The shares are those that a single threshold, the same at every exit, gives the images that were fitted to."""
-    made, x = network(rng).eval(), images(256, rng)
-    gate = made.blocks[3].gate
-    budget = gate.opening.budget
-    budget.seen.zero_()
-    gate_fit.fit(made, PLACES, x, torch.zeros(256, dtype=torch.long))
-    with torch.no_grad():
-        logits = [gate.price(seen(made, place, x)) for place in PLACES]
-    for tau in (0.6, 0.75, 0.9):
-        shares = budget.shares(tau, bounded=False)
-        turn = sorted(torch.stack(logits).flatten().tolist())
-        slow = []
-        for price in turn:
-            stays, open_ = torch.ones(256, dtype=torch.bool), []
-            for logit in logits:
-                stays = stays & (logit > price)
-                open_.append(stays.float().mean().item())
-            slow.append(open_)
-        nearest = min(slow, key=lambda found: abs(sum(found) - sum(shares)))
-        assert shares == pytest.approx(nearest, abs=0.02)
+# the command
+
+BUDGETS = "budgets=[0.9,0.85,1.0]"
 
 
-def test_gates_that_are_given_let_an_image_leave_where_the_first_is_closed(rng):
-    made, x = network(rng, OWN).eval(), images(200, rng)
-    plain = folded(made)
-    runtime = SkippingNetwork(plain)
-    scores = runtime(x)
-    torch.testing.assert_close(forced(plain, x, runtime.gates), scores, rtol=1e-4, atol=1e-3)
-    given = torch.ones(200, 6, dtype=torch.bool)
-    given[:, 4:] = False  # all leave at the second exit
-    torch.testing.assert_close(forced(plain, x, given), at_exit(made, 4, x), rtol=1e-4, atol=1e-3)
+def ask(*overrides: str) -> dict:
+    """What the command would do, in this process."""
+    return exits_command(config("threads=1", *overrides, config_name="exits"))
 
 
-@pytest.mark.parametrize("shares", [SHARES, [0.6, 0.4, 0.0]], ids=["live", "nobody passes the last"])
-def test_a_card_rebuilds_exits_and_an_end_with_classifiers_of_their_own(shares, rng, tmp_path):
-    made, x = network(rng, OWN).eval(), images(200, rng)
-    calibrate(made, shares, x)
-    plain = folded(compile_gates(made, x)[0])
-    assert isinstance(plain.head, ExitClassifier) == (shares[-1] == 0)
-    write_weights(plain, tmp_path / "weights.safetensors")
-    again = rebuilt(json.loads(json.dumps(described(plain))), tmp_path / "weights.safetensors")
-    assert torch.equal(SkippingNetwork(again)(x), SkippingNetwork(plain)(x))
-    torch.testing.assert_close(SkippingNetwork(again)(x), made(x).logits, rtol=1e-4, atol=1e-3)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    short = ["gate=none", "objective=plain", "network.blocks=[1,1,2]", "network.width=4", "trainer.max_epochs=2"]
+    of = config("+experiment=digits", *short, "threads=1", f"runs_dir={tmp_path_factory.mktemp('runs')}")
+    train(of)
+    return Path(of.run_dir)
+
+
+@pytest.fixture(scope="module")
+def made(run) -> Path:
+    """The folder that the command writes, through a process of its own."""
+    done = process("src/exits.py", f"run={run}", BUDGETS, "threads=1")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (run.parents[1] / "digits_exits").iterdir()
+    for words in ("budget", "other class", "FLOPs of dense", "BranchyNet", f"{folder}/figures/frontier.png"):
+        assert words in done.stdout
+    return folder
+
+
+def test_the_folder_has_a_frontier_of_the_budgets(run, made):
+    assert {path.name for path in made.iterdir()} - {".lock"} == {
+        "card.json",
+        "figures",
+        "frontier.json",
+        "record.json",
+        "weights.safetensors",
+    }
+    found, record = json.loads((made / "frontier.json").read_text()), read_record(made)
+    assert [point["budget"] for point in found["points"]] == [0.9, 0.85, 1.0]
+    for point in found["points"]:
+        assert point["executed_of_own"] == pytest.approx(point["budget"], abs=0.05)  # on images of the test set
+        assert point["paths"] == 2
+    assert found["own"]["accuracy"] == pytest.approx(read_record(run)["accuracy"]["test"])
+    assert (made / "figures" / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+    first = found["points"][0]
+    assert record["accuracy"]["test"] == first["accuracy"]
+    assert record["blocks_open"] == first["open"]
+    assert record["exits"]["after"] == found["after"] == [2]
+    assert (record["status"], record["gate"], record["experiment"]) == ("finished", "exits", "digits_exits")
+    assert record["epochs"] == read_record(run)["epochs"]
+    _, early, _ = read_network(made)
+    assert early.threshold.item() == first["threshold"]
+    trained = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, tensor in early.network.state_dict().items():  # frozen
+        assert torch.equal(tensor, trained[f"network.{name}"])
+
+
+def test_what_is_written_is_evaluated_and_reported(made):
+    result, *_ = evaluate(config(f"run={made}", "threads=1", config_name="evaluate"))
+    record = read_record(made)
+    assert result["experiment"] == "digits_exits"
+    assert result["accuracy"] == pytest.approx(record["accuracy"]["test"])
+    assert result["mean_gate"] == pytest.approx(record["mean_gate"])
+    assert result["flops"]["executed"] == pytest.approx(record["flops"]["executed"])
+    assert [block["open"] for block in result["blocks"]] == pytest.approx(record["blocks_open"])
+    content = run_content(made, examples=2)
+    assert content["routes"]["number_of_paths"] == 2
+    assert content["routes"]["cir"] is None
+    assert json.dumps(content)
+
+
+def test_it_is_exported_with_a_form_for_one_image_and_timed(made):
+    done = process("src/export.py", f"run={made}", "budget=0.95", "threads=1")
+    assert done.returncode == 0, done.stderr
+    card = json.loads((made / "export" / "card.json").read_text())
+    assert sorted(card["files"]) == ["int8.onnx", "network.onnx", "one.onnx", "weights.safetensors"]
+    assert card["budget"] == 0.95
+    for name in ("torch", "one.onnx", "network.onnx"):
+        assert card["forms"][name]["equal"]
+        assert card["forms"][name]["rerouted"] <= 3
+    assert card["forms"]["trained"]["executed"] == pytest.approx(0.95, abs=0.05)
+    small = ["rounds=1", "batches=[1,8]", "compile=false", "images=64", "threads=1"]
+    done = process("src/benchmark.py", f"run={made}", *small)
+    assert done.returncode == 0, done.stderr
+    timed = json.loads((made / "benchmark" / "benchmark.json").read_text())
+    assert timed["model"] == "exits"
+    rows = [row for row in timed["rows"] if (row["model"], row["engine"]) == ("exits", "onnxruntime")]
+    assert [set(row["ways"]) for row in rows] == [{"whole", "one image"}, {"whole", "image by image"}]
+    assert read_record(made)["latency_ms"] > 0
+
+
+def test_a_second_call_writes_over_its_own_files_alone(run, made):
+    (made / "notes.txt").write_text("keep me")
+    before = {name: (made / name).read_bytes() for name in ("frontier.json", "weights.safetensors")}
+    found = ask(f"run={run}", BUDGETS)
+    assert found["folder"] == str(made)
+    assert {name: (made / name).read_bytes() for name in before} == before
+    assert (made / "notes.txt").read_text() == "keep me"
+    for name, words in {"frontier.json": "no file that this command wrote", "card.json": "holds no exits"}.items():
+        other = made.parents[1] / f"other-{name}"
+        other.mkdir()
+        (other / name).write_text("{}")
+        with pytest.raises(UserError, match=words):
+            ask(f"run={run}", BUDGETS, f"output={other}")
+        assert (other / name).read_text() == "{}"
+        shutil.rmtree(other)
 
 
 @pytest.mark.parametrize(
-    ("form", "shares", "tolerance"),
+    ("asked", "words"),
     [
-        pytest.param(OWN, [0.5, 0.5, 0.3], 0, marks=pytest.mark.slow),
-        pytest.param(OWN, [0.6, 0.4, 0.0], 0, marks=pytest.mark.slow),
-        pytest.param(OWN, [0.6, 0.03, 0.0], 0.05, marks=pytest.mark.slow),
-        pytest.param(SHARED, [0.5, 0.5, 0.3], 0, marks=pytest.mark.slow),
-        pytest.param(OWN, [0.97, 0.5, 0.3], 0.05, marks=pytest.mark.slow),
-        pytest.param(OWN, [1, 1, 0.4], 0, marks=pytest.mark.slow),
+        (["budgets=[]"], "budgets = []"),
+        (["budgets=[0.9,0.1]"], "budget = 0.1: must lie from"),
+        (["budgets=[0.7,-1]"], "budgets = [0.7, -1.0]"),
+        (["after=[7]"], "after = [7]: must be blocks that run"),
+        (["after=[]"], "after = []: must be blocks that run"),
+        (["images=0"], "images = 0"),
+        (["dynamic=round", "tolerance=0.1", "checkpoint=best", "budgets=[2]"], "budget = 2: must lie from"),
     ],
 )
-def test_exits_that_let_nobody_go_are_no_way_back_for_those_that_have_left(form, shares, tolerance, rng, tmp_path):
-    """A threshold of minus infinity, and a gate that is removed as good as open: all forms take the same routes."""
-    made, x = network(rng, form).eval(), images(200, rng)
-    calibrate(made, shares, x)
-    compiled, changes = compile_gates(made, x, tolerance=tolerance)
-    plain, gone = folded(compiled), changes.places(Action.removed, Action.always)
-    assert gone == {0.5: [], 0.97: [3], 1: [3, 4], 0.6: [4, 5] if tolerance else [5]}[shares[0]]
-    with torch.no_grad():
-        scores = plain(x)
-        torch.testing.assert_close(compiled(x).logits, scores, rtol=1e-4, atol=1e-3)
-        if tolerance == 0:
-            torch.testing.assert_close(scores, made(x).logits, rtol=1e-4, atol=1e-3)
-    runtime = SkippingNetwork(plain, micro_batch=16)
-    torch.testing.assert_close(runtime(x), scores, rtol=1e-4, atol=1e-3)
-    left = [place for place in PLACES if place not in gone]
-    for form, batch in ((BranchForm, 1), (BatchForm, 200)):
-        write_onnx(form(plain), tmp_path / "form.onnx", (1, 8, 8), one_image=batch == 1)
-        found, gates = run_onnx(session(tmp_path / "form.onnx", 1), x.numpy(), batch)
-        same = (torch.from_numpy(gates) == runtime.gates[:, left]).all(1)
-        assert same.sum() >= 196  # of 200: a logit may lie on its threshold
-        torch.testing.assert_close(torch.from_numpy(found)[same], scores[same], rtol=1e-4, atol=1e-3)
+def test_what_cannot_be_is_one_line_before_any_work(asked, words, run, capsys):
+    with pytest.raises(UserError) as caught:
+        ask(f"run={run}", *asked)
+    assert words in str(caught.value)
+    assert "fitting" not in capsys.readouterr().out
 
 
-def test_budgets_move_thresholds_and_leave_the_order(rng):
-    made = network(rng)
-    budget = made.blocks[3].gate.opening.budget
-    for tau in (0.55, 0.7, 0.95):
-        shares = budget.shares(tau, bounded=False)
-        assert shares == sorted(shares, reverse=True)
-        assert (3 + sum(shares)) / 6 == pytest.approx(tau, abs=1e-6)
+def test_what_has_exits_or_is_not_finished_gets_none(run, made, tmp_path):
+    assert_one_line(process("src/exits.py", f"run={made}"), "has exits already", "budget=")
+    stopped = shutil.copytree(run, tmp_path / "stopped")
+    record = json.loads((stopped / "record.json").read_text())
+    (stopped / "record.json").write_text(json.dumps(record | {"status": "running"}))
+    with pytest.raises(UserError, match=r"not trained to its end \(running\)"):
+        ask(f"run={stopped}")
+    short = config(
+        "+experiment=digits", "gate=none", "objective=plain", "trainer.max_epochs=1", f"run_dir={tmp_path}/r"
+    )
+    train(short)
+    with pytest.raises(UserError, match="its last stage has one block alone"):
+        ask(f"run={tmp_path / 'r'}")

@@ -1,15 +1,20 @@
 """What each gate computes: its paper's equation, written slowly and apart, and what a control promises."""
 
+import copy
 import math
+import struct
 
+import lightning.pytorch as L
 import pytest
 import torch
-from cosinegate.gates.skipnet_recurrent import Cell
+from algorithm1 import controller, dot, norm
+from conftest import config
 from sklearn.datasets import load_digits
-from test_gates import chosen, images
+from test_gates import chosen, images, let_route
 
-from cosinegate.build import build_network
+from cosinegate.build import build_module, build_network
 from cosinegate.gates.random import fingerprint, uniform
+from cosinegate.identity import leaves, primitives
 from cosinegate.networks.flops import dense_flops, forward_flops
 
 # each gate's equation from its paper, of the inputs of all blocks, with one parameter after the other
@@ -20,10 +25,11 @@ def layer(x, linear):
 
 
 def normalised(x, bn):
-    places = [0, *range(2, x.dim())]
-    x = (x - x.mean(places, keepdim=True)) / (x.var(places, unbiased=False, keepdim=True) + 1e-5).sqrt()
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    return x * bn.weight.view(shape) + bn.bias.view(shape)
+    places, shape = [0, *range(2, x.dim())], [1, -1] + [1] * (x.dim() - 2)
+    mean, variance = bn.running_mean.view(shape), bn.running_var.view(shape)
+    if bn.training:
+        mean, variance = x.mean(places, keepdim=True), x.var(places, unbiased=False, keepdim=True)
+    return (x - mean) / (variance + 1e-5).sqrt() * bn.weight.view(shape) + bn.bias.view(shape)
 
 
 def slow_aig(gate, x):
@@ -39,58 +45,175 @@ def slow_skipnet(gate, x):
     return layer(normalised(seen, bn).clamp_min(0).mean((2, 3)), last)
 
 
-def slow_attention(gate, x):
-    score, pooled = gate.score, x.mean((2, 3))
-    attention = 1 / (1 + torch.exp(-layer(layer(pooled, score.w1).clamp_min(0), score.w2)))
-    return layer(attention * pooled, score.readout)
-
-
 def slow_controller(gate, x):
     return gate.gamma * layer(layer(x.mean((2, 3)), gate.controller.w1).clamp_min(0), gate.controller.w2)
 
 
-def slow_recurrent(gates, inputs):
-    cell = gates[0].cell
-    lstm = torch.nn.LSTM(cell.hidden, cell.hidden).double()
-    with torch.no_grad():
-        lstm.weight_ih_l0.copy_(cell.gates.weight[:, : cell.hidden])
-        lstm.weight_hh_l0.copy_(cell.gates.weight[:, cell.hidden :])
-        lstm.bias_ih_l0.copy_(cell.gates.bias)
-        lstm.bias_hh_l0.zero_()
-    states, _ = lstm(torch.stack([layer(x.mean((2, 3)), gate.embed) for gate, x in zip(gates, inputs, strict=True)]))
-    return [layer(state, gates[0].readout) for state in states]
+def slow_constant(gate, x):
+    return gate.logit.expand(len(x), 1)
 
 
-def each(slow):
-    return lambda gates, inputs: [slow(gate, x) for gate, x in zip(gates, inputs, strict=True)]
+SLOW = {"aig": slow_aig, "skipnet": slow_skipnet, "controller_only": slow_controller, "constant": slow_constant}
 
 
-SLOW = {"aig": each(slow_aig), "skipnet": each(slow_skipnet), "attention": each(slow_attention)}
-SLOW |= {"controller_only": each(slow_controller), "skipnet_recurrent": slow_recurrent}
-SLOW |= {"constant": each(lambda gate, x: gate.logit.expand(len(x), 1))}
+def move_parameters(network) -> None:
+    """None stays as it begins: zeros and ones would hide their part."""
+    for number, parameter in enumerate(p for block in network.blocks if block.gate for p in block.gate.parameters()):
+        if parameter.requires_grad:
+            torch.manual_seed(number)
+            parameter.data += 0.3 * torch.randn_like(parameter)
 
 
 @pytest.mark.parametrize("gate", sorted(SLOW))
 def test_a_gates_logit_is_its_equation_and_opens_it_as_its_paper_says(gate):
     network, inputs = build_network(chosen(gate)).double().train(), []
-    for number, parameter in enumerate(parameter for block in network.blocks for parameter in block.gate.parameters()):
-        if parameter.requires_grad:  # none is as it begins: zeros and ones would hide their part
-            torch.manual_seed(number)
-            parameter.data += 0.3 * torch.randn_like(parameter)
+    move_parameters(network)
     for block in network.blocks:
         block.register_forward_pre_hook(lambda block, given: inputs.append(given[0].detach().clone()))
     with torch.no_grad():
         found = network(images(9).double()).routing
-        slow = torch.cat(SLOW[gate]([block.gate for block in network.blocks], inputs), dim=1)
+        slow = torch.cat([SLOW[gate](block.gate, x) for block, x in zip(network.blocks, inputs, strict=True)], dim=1)
     torch.testing.assert_close(found.logits, slow)
-    if gate.startswith("skipnet"):  # no noise: what is open in training is open in evaluation
+    if gate == "skipnet":  # no noise: what is open in training is open in evaluation
         assert torch.equal(found.gates, (slow > 0).double())
 
 
-def test_a_fixed_pattern_is_the_one_that_was_given():
-    network = build_network(chosen("fixed"))
-    for mode in (True, False):
-        assert network.train(mode)(images(3)).routing.gates.tolist() == [[1, 0, 1, 1, 0, 1]] * 3
+# what each gate decides in evaluation, a sample at a time
+
+WORD = 2**64
+
+
+def mixed(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % WORD
+    return word ^ (word >> 31)
+
+
+def slow_random(gate, image) -> float:
+    """rate - u, where splitmix64 draws u from the bits of the image and the gate's index."""
+    golden, values = 0x9E3779B97F4A7C15, image.flatten().tolist()
+    bits = [int.from_bytes(struct.pack("<d", value), "little") for value in values]
+    found = sum(mixed((word + place * golden) % WORD) for place, word in enumerate(bits, start=1)) % WORD
+    drawn = mixed(mixed((found + (gate.gate_index + 1) * golden) % WORD))
+    return gate.rate - (drawn >> 11) / 2**53
+
+
+def slow_cir(s, r):
+    u, v = s.reshape(-1), r.reshape(-1)
+    return 1 - dot(u, v) / (norm(u) * norm(v))
+
+
+DECIDES = {  # the logit of one sample: its block's input, both paths, and its image
+    "cosine": lambda gate, x, s, r, image: gate.gamma * (slow_cir(s, r) + controller(gate, x)),
+    "cir_only": lambda gate, x, s, r, image: gate.gamma * slow_cir(s, r),
+    "controller_only": lambda gate, x, s, r, image: gate.gamma * controller(gate, x),
+    "skipnet": lambda gate, x, s, r, image: slow_skipnet(gate, x[None])[0, 0],
+    "aig": lambda gate, x, s, r, image: slow_aig(gate, x[None])[0, 0],
+    "constant": lambda gate, x, s, r, image: gate.logit,
+    "random": lambda gate, x, s, r, image: slow_random(gate, image),
+}
+DECIDES["cosine_novelty"] = DECIDES["cosine"]
+
+
+@torch.no_grad()
+def slow_evaluation(gate: str, network, batch):
+    """Scores, gates and logits, with F computed for every sample and a gate's 0 or 1 times it."""
+    x, gates, logits = network.stem(batch), [], []
+    for block in network.blocks:
+        s, r = block.shortcut(x).clone(), block.residual(x)
+        if block.gate is None:
+            decided, opened = [math.nan] * len(x), [1.0] * len(x)
+        else:
+            decided = [float(DECIDES[gate](block.gate, x[n], s[n], r[n], batch[n])) for n in range(len(x))]
+            delta = 0.5 if gate == "random" else block.gate.opening.threshold
+            opened = [float(1 / (1 + math.exp(-logit)) > delta) for logit in decided]
+        x = block.activation(torch.stack([s[n] + opened[n] * r[n] for n in range(len(x))]))
+        gates.append(opened)
+        logits.append(decided)
+    gates, logits = (torch.tensor(columns, dtype=torch.float64).T for columns in (gates, logits))
+    return network.head(x.mean((2, 3))), gates, logits
+
+
+def assert_evaluates_slowly(gate: str, network, batch) -> torch.Tensor:
+    """Returns the gates (B, N), which are those of the slow form, as are scores and logits."""
+    with torch.no_grad():
+        found = network(batch)
+    scores, gates, logits = slow_evaluation(gate, network, batch)
+    torch.testing.assert_close(found.logits, scores)
+    assert torch.equal(found.routing.gates.double(), gates)
+    tolerance = 1e-6 if gate == "random" else 1e-10  # a random gate's logit is of single precision
+    torch.testing.assert_close(found.routing.logits.double(), logits, rtol=0, atol=tolerance, equal_nan=True)
+    return gates
+
+
+OPENING = {"kind", "first_blocks", "threshold"} | {
+    f"relaxation.{key}" for key in ("hard", "temperature", "temperature_end", "annealing", "noise_until")
+}
+EQUATION = OPENING | {"polarity", "gamma.init", "gamma.learnable", "controller.enabled", "controller.reduction"}
+KEYS = dict.fromkeys(("cosine", "cosine_novelty", "cir_only", "controller_only"), EQUATION) | {
+    "skipnet": OPENING | {"start"},
+    "aig": OPENING | {"start", "hidden"},
+    "constant": OPENING | {"start"},
+    "random": {"kind", "first_blocks", "rate"},
+}
+
+
+@pytest.mark.parametrize("gate", sorted(KEYS))
+def test_a_gate_shows_its_own_keys_trains_a_step_and_evaluates_as_its_slow_form(gate):
+    assert set(leaves(primitives(config(f"gate={gate}").gate))) == KEYS[gate]
+    module = build_module(chosen(gate)).double().train()
+    network, x, target = module.network, images(24).double(), torch.arange(24) % 10
+    move_parameters(network)
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    module.objective.prog = 1.0
+    module.trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    sgd = module.configure_optimizers()["optimizer"]
+    torch.manual_seed(0)
+    losses = module.objective(network(x), target)
+    losses.total.backward()
+    sgd.step()
+    assert torch.isfinite(losses.total)
+    still = [name for name, p in network.named_parameters() if torch.equal(p, before[name])]
+    assert [name for name in still if ".residual." not in name] == []  # a hard gate may close a block for all images
+    assert any(".gate." in name for name in before) == (gate != "random")
+
+    let_route(network.eval(), x)
+    gates = assert_evaluates_slowly(gate, network, x)
+    assert 0 < gates.mean() < 1
+    if gate != "constant":
+        assert ((gates.mean(0) > 0.1) & (gates.mean(0) < 0.95)).all()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("gate.first_blocks=false",),
+        ("network.shortcut=projection",),
+        ("network.post_activation=false",),
+    ],
+)
+def test_evaluation_skips_f_and_gives_what_masking_gives(overrides):
+    network, x = build_network(chosen("aig", *overrides)).double().eval(), images(40).double()
+    let_route(network, x)
+    gates = assert_evaluates_slowly("aig", network, x)
+    gated = [block.gate is not None for block in network.blocks]
+    assert ((gates[:, gated].mean(0) > 0.1) & (gates[:, gated].mean(0) < 0.9)).all()
+    everything = copy.deepcopy(network)
+    for block in everything.blocks:
+        if block.gate is not None:
+            block.gate.opening.threshold = 1e-9
+    assert forward_flops(network, x) < 0.9 * forward_flops(everything, x)
+
+
+@pytest.mark.parametrize(("threshold", "is_open"), [(1e-9, True), (1 - 1e-9, False)])
+def test_all_open_and_all_closed_are_legal_batches(threshold, is_open):
+    network = build_network(chosen("aig", f"gate.threshold={threshold}")).double().eval()
+    gates = assert_evaluates_slowly("aig", network, images(5).double())
+    assert (gates == is_open).all()
+
+
+# what a control promises
 
 
 def test_random_gates_keep_their_rate_on_real_images_and_know_neither_batch_nor_layout():
@@ -119,41 +242,6 @@ def test_random_gates_draw_anew_in_training_at_their_rate():
     first, second = (network(images(128)).routing.gates for _ in range(2))
     assert not torch.equal(first, second)
     assert first.mean().item() == pytest.approx(0.4, abs=0.06)
-
-
-def test_stochastic_depth_keeps_its_mean_and_drops_more_with_depth():
-    network = build_network(chosen("drop", "gate.rate=0.4")).train()
-    gates = torch.cat([network(images(256)).routing.gates for _ in range(4)])
-    keep = torch.linspace(0.9, 0.4, 6)
-    torch.testing.assert_close((gates > 0).float().mean(0), keep, atol=0.06, rtol=0)
-    torch.testing.assert_close(gates.mean(0), torch.ones(6), atol=0.15, rtol=0)
-    assert (network.eval()(images(256)).routing.gates == 1).all()
-
-
-def test_the_recurrent_gates_cell_is_an_lstms():
-    cell, lstm = Cell(5, 4), torch.nn.LSTMCell(5, 4)
-    with torch.no_grad():
-        lstm.weight_ih.copy_(cell.gates.weight[:, :5])
-        lstm.weight_hh.copy_(cell.gates.weight[:, 5:])
-        lstm.bias_ih.copy_(cell.gates.bias)
-        lstm.bias_hh.zero_()
-    x, state = torch.randn(3, 5), (torch.randn(3, 4), torch.randn(3, 4))
-    for found, expected in zip(cell(x, state), lstm(x, state), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_the_recurrent_gates_share_one_memory_that_goes_on_with_the_images():
-    network = build_network(chosen("skipnet_recurrent")).eval()
-    cells = {id(block.gate.cell) for block in network.blocks}
-    assert len(cells) == 1
-    names = [name for name, _ in network.named_parameters()]
-    assert sum(".cell." in name for name in names) == 2
-    network.blocks[0].gate.opening.threshold = 1e-9  # of all: every gate is open, so that images go one way
-    with torch.no_grad():
-        before = network(images(4)).routing.logits
-        network.blocks[0].gate.embed.weight.mul_(50)
-        after = network(images(4)).routing.logits
-    assert not torch.allclose(before[:, 5], after[:, 5])  # what the first block saw, the last one still knows
 
 
 def test_a_convolutional_gate_is_paid_for():

@@ -1,7 +1,6 @@
 """Every gate of conf/gate through the same slot: trained, stopped, resumed, evaluated, deployed, exported."""
 
 import copy
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +8,6 @@ import onnx
 import pytest
 import torch
 from conftest import ROOT, config
-from cosinegate.deploy.folded import folded
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.trained import Trained, load_trained
-from cosinegate.deploy.weights import described, rebuilt, write_weights
 from deployed import assert_same
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -20,55 +15,42 @@ from omegaconf.errors import OmegaConfBaseException
 from cosinegate import cli
 from cosinegate.build import build_module, build_network
 from cosinegate.config import validate
-from cosinegate.deploy.compile import Action, compile_gates
+from cosinegate.deploy.card import WEIGHTS, described, read_network, sha256, write_card, write_weights
+from cosinegate.deploy.fold import folded
 from cosinegate.deploy.int8 import is_of_gate, write_int8
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, require_exportable, run_onnx, session, write_onnx
+from cosinegate.deploy.onnx_forms import BatchForm, require_exportable, run_onnx, session, write_onnx
+from cosinegate.deploy.runtime import Runtime
+from cosinegate.deploy.source import load_source, require_something_to_deploy
 from cosinegate.errors import UserError
+from cosinegate.gates.random import RandomGate
 from cosinegate.lit import LitCosineGate
 from cosinegate.load import load_checkpoint
+from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.record import read_metrics
 from cosinegate.train import train
 
 GATES = sorted(path.stem for path in (ROOT / "conf" / "gate").glob("*.yaml"))
-LOSS = {"aig": "per_block", "random": "plain", "fixed": "plain", "drop": "plain"}
-LOSS |= dict.fromkeys(("predictive", "exit"), "predictive")
-LOSS |= dict.fromkeys(("skipnet", "skipnet_recurrent", "constant"), "two_sided") | {"attention": "dynconv"}
+LOSS = {"aig": "per_block", "random": "plain", "skipnet": "two_sided", "constant": "two_sided"}
 SMALL = ["data=digits", "network.depth=14", "network.width=4", "threads=1", "objective.warmup_epochs=0"]
-EXITS = ["network.blocks=[1,1,4]", "gate.quantile.fit=64", "optimizer.decay_gates=false", "objective.tau_target=0.75"]
 SHORT = ["trainer.max_epochs=2", *(f"trainer.limit_{stage}_batches=1" for stage in ("val", "test"))]
 SHORT += ["trainer.limit_train_batches=3", "+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0"]
 
 # train/loss after two epochs of three batches on the digits, in double precision; what should not move it must not
 GOLDEN = {
     "aig": 2.257960,
-    "attention": 2.387494,
     "cir_only": 2.347975,
     "constant": 2.295221,
     "controller_only": 2.301309,
     "cosine": 2.347972,
     "cosine_novelty": 2.244854,
-    "drop": 2.258807,
-    "exit": 2.070647,
-    "fixed": 2.142122,
     "none": 2.129651,
-    "predictive": 2.408423,
     "random": 2.286109,
     "skipnet": 2.326258,
-    "skipnet_recurrent": 2.578755,
-}
-WHY_NOT = {  # no skipping runtime, and why
-    "cosine_novelty": "look at F(x) before they decide",
-    "none": "a dense network has no gates",
-    "cosine": "look at F(x) before they decide",
-    "cir_only": "look at F(x) before they decide",
-    "drop": "open for every image",
-    "constant": "open for every image",  # after six steps
 }
 
 
 def chosen(gate: str, *overrides: str):
-    own = {"fixed": ["gate.pattern=[1,0,1,1,0,1]"], "exit": EXITS}.get(gate, [])
-    return config(f"gate={gate}", f"objective={LOSS.get(gate, 'cosinegate')}", *SMALL, *own, *overrides)
+    return config(f"gate={gate}", f"objective={LOSS.get(gate, 'cosinegate')}", *SMALL, *overrides)
 
 
 def images(number: int, seed: int = 0) -> torch.Tensor:
@@ -87,7 +69,7 @@ def run(request, tmp_path_factory):
 @pytest.mark.parametrize("gate", GATES)
 def test_every_gate_trains_to_its_golden_loss(gate, in_double, tmp_path):
     of = chosen(gate, *SHORT, in_double, f"runs_dir={tmp_path}")
-    assert train(of).status == "finished"
+    assert train(of)["status"] == "finished"
     assert read_metrics(Path(of.run_dir))[2]["train/loss"] == pytest.approx(GOLDEN[gate], rel=1e-5)
 
 
@@ -117,7 +99,7 @@ def test_every_gate_learns_what_it_has_to_learn(run):
     learns = {name for name, p in module.network.named_parameters() if ".gate." in name and p.requires_grad}
     still = {name for name in learns if torch.equal(module.network.state_dict()[name].cpu(), start[name])}
     assert still == set(), still
-    assert bool(learns) == (run.gate not in ("none", "random", "fixed", "drop"))
+    assert bool(learns) == (run.gate not in ("none", "random"))
 
 
 def test_every_gate_evaluates_alike_every_time_and_in_every_batch(run):
@@ -137,101 +119,103 @@ def test_every_gate_evaluates_alike_every_time_and_in_every_batch(run):
     assert_same(torch.cat((scores, first.logits[3:])), gates, network, first)
 
 
-def deployable(run) -> Trained:
-    """The run's network with gates that route, or that close a block for all, where they cannot."""
-    path = run.folder / "checkpoints" / "last.ckpt"
-    module, of = load_checkpoint(path)
+@torch.no_grad()
+def let_route(network, x: torch.Tensor) -> None:
+    """Gives every gate a threshold of its own among its logits, where they lie furthest apart: no two programs decide
+    otherwise there. A constant gate closes every other block for all images.
+    """
+    y = network.stem(x)
+    for index, block in enumerate(network.blocks):
+        gate = block.gate
+        if gate is not None and not isinstance(gate, RandomGate):
+            gate.opening = copy.deepcopy(gate.opening)
+            if gate.constant is not None:
+                gate.logit.fill_(3.0 - 6.0 * (index % 2))
+            else:
+                chance = block(y.clone(), x)[1].decision.logit.sigmoid().sort().values
+                middle = slice(len(x) // 4, 3 * len(x) // 4)
+                apart = chance.diff()[middle].argmax() + len(x) // 4
+                gate.opening.threshold = chance[apart : apart + 2].mean().item()
+        y, _ = block(y, x)
+
+
+def deployable(run):
+    """The run's network with gates that route, or that close a block for all, where they cannot; and its config."""
+    module, of = load_checkpoint(run.folder / "checkpoints" / "last.ckpt")
     network = module.network.eval()
-    if run.gate == "constant":
-        network.blocks[1].gate.logit.data.fill_(-3.0)
     if run.gate == "controller_only":  # after six steps it hardly tells images apart: all would lie on a threshold
         for block in network.blocks:
             torch.nn.init.constant_(block.gate.controller.w1.weight, 0.3)
             torch.nn.init.constant_(block.gate.controller.w2.weight, 1.0)
-    made = Trained(path, of, network, folded(network, (8, 8)), data=None)
-    if all(block.gate is None or block.gate.ranks for block in network.blocks):
-        made.calibrate(0.7, images(64, seed=1))
-    return made
+    let_route(network, images(16, seed=2))
+    return network, of
 
 
-def test_every_gate_that_decides_first_skips_and_the_others_say_why_not(run, tmp_path):
-    if run.gate in WHY_NOT:
-        with pytest.raises(UserError, match=re.escape(WHY_NOT[run.gate])):
-            load_trained(str(run.folder))
-        if run.gate != "constant":
-            return
-    made, x = deployable(run), images(16, seed=2)
+def test_a_dense_run_has_nothing_to_deploy(run):
+    source = load_source(str(run.folder))
+    if run.gate != "none":
+        require_something_to_deploy(source)
+        return
+    with pytest.raises(UserError, match="a dense network has no gates"):
+        require_something_to_deploy(source)
+
+
+def test_every_gate_is_deployed_as_it_evaluates_and_skips_where_it_decides_first(run, tmp_path):
+    if run.gate == "none":
+        return
+    network, of = deployable(run)
+    x = images(16, seed=2)
     with torch.no_grad():
-        eager = made.eager(x)
-    gates = eager.routing.gates.bool()
-    assert 0 < gates.float().mean() < 1
-    runtime = SkippingNetwork(made.folded, micro_batch=5)
-    assert_same(runtime(x), runtime.gates, made.eager, eager)
-    write_weights(made.folded, tmp_path / "weights")
-    torch.testing.assert_close(rebuilt(described(made.folded), tmp_path / "weights")(x), made.folded(x))
+        eager = network(x)
+    assert 0 < eager.routing.gates.mean() < 1
+    runtime = Runtime(folded(network))
+    found = runtime(x)
+    assert_same(found.logits, found.routing.gates, network, eager)
+    skips = forward_flops(runtime.network, x) < len(x) * dense_flops(network, (8, 8, 1))
+    assert skips == network.blocks[0].gate.decides_first
+    write_weights(network, tmp_path / WEIGHTS)
+    write_card({"network": described(network, of, None), "files": {WEIGHTS: sha256(tmp_path / WEIGHTS)}}, tmp_path)
+    _, again, _ = read_network(tmp_path)
+    assert again.state_dict().keys() == network.state_dict().keys()
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in network.state_dict().items())
     if run.gate == "random":
         with pytest.raises(UserError, match="cannot be exported"):
-            require_exportable(made.folded, run.folder)
+            require_exportable(network, run.folder)
+    else:
+        require_exportable(network, run.folder)
 
 
-EXPORTED = [gate for gate in GATES if gate not in WHY_NOT and gate != "random"]
+EXPORTED = [gate for gate in GATES if gate not in ("none", "random")]
 
 
-@pytest.mark.parametrize("form", [pytest.param(BatchForm, marks=pytest.mark.slow), BranchForm])
-@pytest.mark.parametrize(  # what is passed on is state here, and a map, an image's own statistics or a score there
-    "gate", ["skipnet_recurrent", *(pytest.param(g, marks=pytest.mark.slow) for g in EXPORTED if "recurrent" not in g)]
+@pytest.mark.parametrize(
+    "gate", [gate if gate == "skipnet" else pytest.param(gate, marks=pytest.mark.slow) for gate in EXPORTED]
 )
-def test_every_gate_that_decides_first_is_exported(gate, form, tmp_path):
+def test_every_gate_is_exported_with_its_routes_left_open(gate, tmp_path):
     of = chosen(gate, *SHORT, f"runs_dir={tmp_path}")
     train(of)
-    made, x = deployable(SimpleNamespace(gate=gate, folder=Path(of.run_dir))), images(16, seed=2)
+    network, _ = deployable(SimpleNamespace(gate=gate, folder=Path(of.run_dir)))
+    x = images(16, seed=2)
     with torch.no_grad():
-        eager = made.eager(x)
-    places = [i for i, block in enumerate(made.folded.blocks) if block.head is not None]
-    write_onnx(form(made.folded), tmp_path / "x.onnx", (1, 8, 8), one_image=form is BranchForm)
-    batch = 1 if form is BranchForm else 16
-    scores, decided = run_onnx(session(tmp_path / "x.onnx", 1), x.contiguous().numpy(), batch)
-    routes = eager.routing.gates.bool().clone()
-    assert (decided is None) == (places == [])
-    if places:
-        routes[:, places] = torch.from_numpy(decided)
-    assert_same(torch.from_numpy(scores), routes, made.eager, eager)
+        eager = network(x)
+    assert 0 < eager.routing.gates.mean() < 1
+    write_onnx(BatchForm(folded(network)), tmp_path / "x.onnx", (1, 8, 8))
+    for batch in (1, 16):
+        scores, decided = run_onnx(session(tmp_path / "x.onnx", 1), x.contiguous().numpy(), batch)
+        assert_same(torch.from_numpy(scores), torch.from_numpy(decided), network, eager)
 
 
 @pytest.mark.slow
 def test_int8_leaves_the_convolutions_of_gates_as_they_are(tmp_path):
-    write_onnx(BatchForm(folded(build_network(chosen("skipnet")), (8, 8))), tmp_path / "x", (1, 8, 8), one_image=False)
+    write_onnx(BatchForm(folded(build_network(chosen("skipnet")).eval())), tmp_path / "x", (1, 8, 8))
     write_int8(tmp_path / "x", tmp_path / "int8", images(64))
     graph = onnx.load(tmp_path / "int8").graph
     convolutions = [node for node in graph.node if node.op_type == "Conv"]
     of_gates = [node for node in convolutions if is_of_gate(node)]
     dequantised = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
-    assert (len(of_gates), len(convolutions)) == (
-        6,
-        6 + 1 + 12 + 4,
-    )  # gates, the stem, F, shortcuts of two blocks twice
+    assert (len(of_gates), len(convolutions)) == (6, 6 + 1 + 12 + 2)  # gates, the stem, F, shortcuts of two blocks
     assert not any(node.input[1] in dequantised for node in of_gates)
     assert all(name in dequantised for node in convolutions if node not in of_gates for name in node.input[:2])
-
-
-@torch.no_grad()
-def test_compiling_keeps_the_memory_that_later_gates_need():
-    network, x = build_network(chosen("skipnet_recurrent")).eval(), images(32)
-    y, seen = network.stem(x), network.begin(x)
-    thresholds = [1e-9, 1e-9, None, 1 - 1e-9, 1e-9, 1e-9]  # one gate is left
-    for block, threshold in zip(network.blocks, thresholds, strict=True):
-        seen, block.gate.opening = block.look(y, seen), copy.deepcopy(block.gate.opening)
-        open_at = block.gate.decide(seen).logit.sigmoid().sort().values
-        apart = (open_at[1:] - open_at[:-1])[8:24].argmax() + 8  # where no two programs decide otherwise
-        block.gate.opening.threshold = open_at[apart : apart + 2].mean().item() if threshold is None else threshold
-        y, _ = block(y, seen)
-    compiled, changes = compile_gates(network, x)
-    assert changes.places(Action.kept) == [2]
-    assert [block.looks for block in compiled.blocks] == [i <= 2 for i in range(6)]
-    assert torch.equal(compiled(x).logits, network(x).logits)
-    plain = folded(compiled, (8, 8))
-    assert [block.looks for block in plain.blocks] == [i <= 2 for i in range(6)]
-    torch.testing.assert_close(plain(x), network(x).logits, rtol=1e-4, atol=1e-4)
 
 
 # what each gate promises
@@ -246,12 +230,11 @@ def test_a_gate_opens_with_what_it_is_and_where_it_comes_from(gate):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_the_network_around_any_gate_begins_with_the_same_weights(gate):
-    shape = ["network.blocks=[1,1,4]"] if gate == "exit" else []
-    dense, gated = (build_module(chosen(name, "seed=3", *shape)).network.state_dict() for name in ("none", gate))
+    dense, gated = (build_module(chosen(name, "seed=3")).network.state_dict() for name in ("none", gate))
     assert all(torch.equal(value, gated[name]) for name, value in dense.items())
 
 
-@pytest.mark.parametrize("gate", ["aig", "attention", "constant"])
+@pytest.mark.parametrize("gate", ["aig", "constant"])
 def test_gates_with_a_start_begin_about_that_open(gate):
     network = build_network(chosen(gate)).train()
     opened = network(images(256)).routing.gates
@@ -264,9 +247,9 @@ def test_a_checkpoint_from_before_these_keys_is_read_as_it_was_meant(tmp_path):
     module = build_module(of)
     old = dict(module.hparams)
     for group, keys in {
-        "gate": ("start", "hidden", "rate", "pattern"),
-        "objective": ("target", "targets", "bounds", "reinforce"),
-        "network": ("torchvision",),
+        "gate": ("first_blocks",),
+        "objective": ("sided", "target"),
+        "network": ("blocks", "widths", "torchvision"),
     }.items():
         old[group] = {key: value for key, value in old[group].items() if key not in keys}
     old["callbacks"] = {}
@@ -276,35 +259,21 @@ def test_a_checkpoint_from_before_these_keys_is_read_as_it_was_meant(tmp_path):
 
 
 BAD = [
-    (["gate=skipnets"], "skipnets", "skipnet_recurrent"),
+    (["gate=skipnets"], "skipnets", "skipnet"),
     (["gate.kind=skipnets"], "gate.kind", "skipnets", "aig"),
     (["network=resnet21"], "resnet21", "resnet20"),
     (["network.torchvision=vgg16"], "network.torchvision", "vgg16", "resnet18"),
     (["gate=random", "gate.rate=1.5"], "gate.rate", "1.5", "at most 1"),
     (["gate=random", "gate.rate=0"], "gate.rate", "above 0"),
+    (["gate=random", "gate.gamma.init=-1"], "gate.gamma", "no such key", "rate"),
+    (["gate=none", "gate.threshold=0.4"], "gate.threshold", "no such key", "kind"),
+    (["gate.rate=0.5"], "gate.rate", "no such key", "gamma"),
     (["gate=aig", "gate.start=1"], "gate.start", "between 0 and 1"),
-    (["gate=fixed", "gate.pattern=[1,2]"], "gate.pattern", "0 and 1"),
-    (["gate=fixed", "gate.pattern=[1,0]"], "gate.pattern", "must be 9"),
-    (["gate=random", "gate.calibration=quantile"], "gate.calibration", "random", "no logit"),
-    (["gate=aig", "gate.calibration=quantile", "gate.quantile.credit=cost"], "gate.quantile.credit", "predicted"),
-    (["gate=aig", "gate.exits=true"], "gate.exits", "gate.signal=predicted"),
-    (["gate=exit", "objective=predictive", "objective.lambda_full=1"], "gate.exits", "objective.lambda_full=0"),
-    (["gate=exit", "objective=predictive", "gate.predictor.look=stage"], "gate.exits", "gate.predictor.look=block"),
-    (["gate=exit", "objective=predictive", "network=resnet18"], "gate.exits", "network.torchvision=null"),
-    (
-        ["gate=exit", "objective=predictive", "gate.quantile.sharing=block"],
-        "gate.exits",
-        "gate.quantile.sharing=network",
-    ),
-    (["gate=exit", "objective=predictive", "objective.lambda_flops=1"], "gate.exits", "objective.lambda_flops=0"),
-    (["gate=exit", "objective=predictive", "network.blocks=[2,2,1]"], "gate.exits", "no block is left"),
-    (["+experiment=predictive_balanced", "gate.quantile.worth=[3,2,1,0]"], "gate.exits", "gate.quantile.worth=null"),
-    (["gate=exit", "objective=predictive", "optimizer.decay_gates=false"], "objective.tau_target", "0.778"),
-    (["objective.lambda_exit=-1"], "objective.lambda_exit", "at least 0"),
-    (["gate.exit_classifier=own"], "gate.exit_classifier", "gate=exit"),
-    (["objective.bounds=2"], "objective.bounds", "from 0 to 1"),
-    (["objective.targets=[0.5]"], "objective.targets", "9 shares", "objective.target=block"),
-    (["objective.reinforce.alpha=-1"], "objective.reinforce.alpha", "at least 0"),
+    (["gate=aig", "gate.hidden=0"], "gate.hidden", "at least 1"),
+    (["gate=constant", "gate.start=0"], "gate.start", "between 0 and 1"),
+    (["gate=constant", "gate.start=null"], "gate.start", "Optional"),
+    (["gate=aig", "gate.first_blocks=false", "network.depth=8"], "gate.first_blocks", "no block is left"),
+    (["gate=controller_only", "gate.controller.enabled=false"], "gate.controller.enabled", "nothing else"),
 ]
 
 
@@ -323,10 +292,3 @@ def test_a_gate_or_network_that_cannot_be_is_one_line(case):
     assert "\n" not in line
     for fragment in fragments:
         assert fragment in line
-
-
-def test_gates_without_a_threshold_have_no_budget_to_move():
-    network = build_network(chosen("random")).eval()
-    made = Trained(Path("x"), chosen("random"), network, folded(network, (8, 8)), data=None)
-    with pytest.raises(UserError, match="gates of kind random have no threshold"):
-        made.check_budget(0.5)

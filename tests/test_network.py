@@ -102,7 +102,7 @@ def test_closed_gate_is_the_identity_on_a_non_negative_input():
     block: ResidualBlock = build_network(config("network.depth=8")).eval().blocks[0]
     block.gate.gamma.data.fill_(-1e6)
     x = images(channels=16).relu()
-    y, routing = block(x)
+    y, routing = block(x, images())
     assert routing.decision.gate.tolist() == [0.0] * 4
     assert torch.equal(x, y)
 
@@ -116,7 +116,7 @@ def test_open_gates_are_the_dense_network():
     torch.testing.assert_close(gated(images()).logits, dense(images()).logits)
 
 
-@pytest.mark.parametrize("gate", ["cosine", "predictive"])
+@pytest.mark.parametrize("gate", ["cosine", "controller_only"])
 def test_a_seed_gives_the_network_the_same_weights_with_any_gate(gate):
     dense, gated = (build_module(config(f"gate={choice}", "seed=3")).network for choice in ("none", gate))
     of_gated = gated.state_dict()

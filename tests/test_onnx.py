@@ -10,94 +10,150 @@ import onnx
 import pytest
 import torch
 from conftest import config
-from cosinegate.deploy.folded import Leading, folded
-from cosinegate.deploy.skipping import SkippingNetwork
-from cosinegate.deploy.ways import compiled_form
-from deployed import EXITS, FORMS, assert_same, eager, gated, images, trained
+from deployed import (
+    CLOSED,
+    LAST_STAGE,
+    OPEN,
+    ROUTES,
+    assert_same,
+    chosen,
+    digits,
+    eager,
+    images,
+    network_of,
+    settled,
+    with_exits,
+)
+from same_routes import near_exit
 
-from cosinegate.build import build_network
-from cosinegate.deploy.int8 import write_int8
-from cosinegate.deploy.onnx_forms import BatchForm, BranchForm, quietly, run_onnx, session, write_onnx
+from cosinegate.deploy.compile import compile_gates
+from cosinegate.deploy.engines import compiled_form
+from cosinegate.deploy.fold import folded
+from cosinegate.deploy.int8 import is_of_gate, write_int8
+from cosinegate.deploy.onnx_forms import (
+    BatchForm,
+    OneImageForm,
+    quietly,
+    require_exportable,
+    run_onnx,
+    session,
+    write_onnx,
+)
+from cosinegate.errors import UserError
+
+SHAPE = (1, 8, 8)
 
 
-@pytest.mark.parametrize("overrides", [EXITS, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[:4])])
-def test_onnx_takes_every_route_and_any_batch(overrides, rng, tmp_path):
-    """Exported from zeros; run on images whose routes differ within a batch: nothing is frozen by tracing."""
-    network = trained(*overrides, rng=rng)
-    plain = folded(network)
-    write_onnx(BranchForm(plain), tmp_path / "branch.onnx", (1, 8, 8), one_image=True)
-    write_onnx(BatchForm(plain), tmp_path / "batch.onnx", (1, 8, 8), one_image=False)
-    x = images(48, rng)
-    expected = eager(network, x)
-    assert len(torch.unique(expected.routing.gates, dim=0)) > 2
-    array = x.contiguous().numpy()
-    for name, batches in (("branch", (1,)), ("batch", (1, 5, 48))):
-        model = session(tmp_path / f"{name}.onnx", 1)
+@pytest.fixture(scope="module")
+def exits(tmp_path_factory):
+    """A network with exits and its two forms, exported from zeros."""
+    folder, network = tmp_path_factory.mktemp("onnx"), with_exits()
+    for form, name in ((OneImageForm, "one"), (BatchForm, "batch")):
+        write_onnx(form(folded(network)), folder / f"{name}.onnx", SHAPE)
+    return network, folder
+
+
+def operators(path: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(path).graph.node]
+
+
+def test_both_forms_take_every_exit_on_all_digits(exits):
+    """Run on images whose routes differ within a batch: nothing is frozen by tracing."""
+    network, folder = exits
+    x = digits("test")
+    expected, near = eager(network, x), near_exit(network, x)
+    assert len(expected.routing.gates.unique(dim=0)) == 3
+    for name, batches in (("one", (1,)), ("batch", (1, 50, len(x)))):
+        model = session(folder / f"{name}.onnx", 1)
         for batch in batches:
-            scores, decided = map(torch.from_numpy, run_onnx(model, array, batch))
-            assert_same(scores, decided, network, expected)
-    operators = {node.op_type for node in _graph(tmp_path / "branch.onnx").node}
-    assert "If" in operators
-    assert {"NonZero", "If"} & {node.op_type for node in _graph(tmp_path / "batch.onnx").node} == {"NonZero"}
+            scores, route = map(torch.from_numpy, run_onnx(model, x.contiguous().numpy(), batch))
+            assert_same(scores, route, network, expected, near=near)
+    assert "If" in operators(folder / "one.onnx")
+    assert {"NonZero", "If"} & set(operators(folder / "batch.onnx")) == {"NonZero"}
 
 
-def _graph(path):
-    return onnx.load(path).graph
+@pytest.mark.parametrize("threshold", [-torch.inf, torch.inf])
+def test_the_batch_form_with_no_exit_taken_and_with_nobody_left(threshold, exits, tmp_path):
+    _, folder = exits
+    model = onnx.load(folder / "batch.onnx")
+    (kept,) = [weight for weight in model.graph.initializer if weight.name.endswith("threshold")]
+    kept.CopyFrom(onnx.numpy_helper.from_array(np.array(threshold, np.float32), kept.name))
+    onnx.save(model, tmp_path / "moved.onnx")
+    early, x = with_exits(), digits("test")[:40]
+    early.threshold.fill_(threshold)
+    scores, route = run_onnx(session(tmp_path / "moved.onnx", 1), x.contiguous().numpy(), 8)
+    assert (route == ([True] * 5 if threshold < 0 else [True] * 3 + [False] * 2)).all()
+    np.testing.assert_allclose(scores, eager(early, x).logits.numpy(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("overrides", [("network.blocks=[1,3,1]",), pytest.param(EXITS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("turn", [-torch.inf, torch.inf])
-def test_onnx_with_all_open_and_with_an_empty_selection(turn, overrides, rng, tmp_path):
-    network = trained(*overrides, rng=rng)
-    for block in network.blocks:
-        if block.gate is not None:
-            block.gate.opening.threshold.fill_(turn)
-    x = images(6, rng)
-    logits = eager(network, x).logits
-    for form, name, batch in ((BranchForm, "branch", 1), (BatchForm, "batch", 6)):
-        write_onnx(form(folded(network)), tmp_path / f"{name}.onnx", (1, 8, 8), one_image=batch == 1)
-        scores, decided = run_onnx(session(tmp_path / f"{name}.onnx", 1), x.contiguous().numpy(), batch)
-        assert (decided == (turn < 0)).all()
-        np.testing.assert_allclose(scores, logits.numpy(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("overrides", [("gate.predictor.look=stage",), pytest.param(EXITS, marks=pytest.mark.slow)])
-def test_only_the_taken_branch_runs(overrides, rng, tmp_path):
-    """onnxruntime's own profile: a closed gate's convolutions do not appear."""
-    import onnxruntime
-
-    network = trained(*overrides, rng=rng)
-    counts = {}
-    for turn in (-torch.inf, torch.inf):
-        for block in network.blocks:
-            if block.gate is not None:
-                block.gate.opening.threshold.fill_(turn)
-        write_onnx(BranchForm(folded(network)), tmp_path / "branch.onnx", (1, 8, 8), one_image=True)
-        options = onnxruntime.SessionOptions()
-        options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
-        model = onnxruntime.InferenceSession(str(tmp_path / "branch.onnx"), options)
-        model.run(None, {"images": images(1, rng).contiguous().numpy()})
+def test_only_the_taken_branch_runs(exits, tmp_path):
+    """onnxruntime's own profile: the convolutions behind an exit that is taken do not appear."""
+    network, folder = exits
+    x = digits("test")[:60]
+    computed, near = eager(network, x).routing.gates.sum(1), near_exit(network, x).any(1)
+    convolutions = {}
+    for number in (3, 5):
+        image = x[(computed == number) & ~near][:1].contiguous().numpy()
+        model = session(folder / "one.onnx", 1, profile=tmp_path / "profile")
+        model.run(None, {"images": image})
         events = json.loads(Path(model.end_profiling()).read_text())
-        kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("kernel_time")]
-        counts[turn] = sum(e["args"].get("op_name") in ("Conv", "FusedConv") for e in kernels)
-    assert counts[-torch.inf] - counts[torch.inf] == 2 * len(gated(network))
+        kernels = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("kernel_time")]
+        convolutions[number] = sum(event["args"].get("op_name") in ("Conv", "FusedConv") for event in kernels)
+    assert convolutions[5] - convolutions[3] == 2 * 2  # two blocks of two
 
 
-def test_int8_runs_and_keeps_most_decisions(rng, tmp_path):
-    network = trained(rng=rng)
-    write_onnx(BatchForm(folded(network)), tmp_path / "batch.onnx", (1, 8, 8), one_image=False)
-    x = images(128, rng) * torch.linspace(0.3, 3, 128)[:, None, None, None]  # images that differ as real ones do
-    write_int8(tmp_path / "batch.onnx", tmp_path / "int8.onnx", x)
-    operators = [node.op_type for node in _graph(tmp_path / "int8.onnx").node]
-    assert operators.count("QuantizeLinear") >= operators.count("Conv") > 0
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory):
+    """A network of which some gates are left, its exported form, and that in int8."""
+    network = settled(network_of(chosen("aig")), [CLOSED, ROUTES, OPEN, OPEN, OPEN, ROUTES])
+    folder = tmp_path_factory.mktemp("gated")
+    compiled, _ = compile_gates(network, images())
+    write_onnx(BatchForm(folded(compiled)), folder / "batch.onnx", SHAPE)
+    write_int8(folder / "batch.onnx", folder / "int8.onnx", digits("train")[:128])
+    return network, folder
 
-    kept = [onnx.numpy_helper.to_array(weight) for weight in _graph(tmp_path / "int8.onnx").initializer]
+
+def test_a_gate_that_is_left_routes_in_any_batch(gated):
+    network, folder = gated
+    x = digits("test")
+    expected = eager(network, x)
+    assert len(expected.routing.gates.unique(dim=0)) > 2
+    for batch in (1, len(x)):
+        found = run_onnx(session(folder / "batch.onnx", 1), x.contiguous().numpy(), batch)
+        scores, route = map(torch.from_numpy, found)
+        assert_same(scores, route, network, expected)
+
+
+def test_int8_runs_and_keeps_most_decisions(gated):
+    network, folder = gated
+    graph = onnx.load(folder / "int8.onnx").graph
+    names = [node.op_type for node in graph.node]
+    assert names.count("QuantizeLinear") >= names.count("Conv") > 0
+    kept = [onnx.numpy_helper.to_array(weight) for weight in graph.initializer]
     largest = max(np.abs(weight.astype(int)).max() for weight in kept if weight.dtype == np.int8 and weight.ndim == 4)
     assert largest <= 64  # seven bits: of eight, sums saturate on some processors
-    logits, routing = eager(network, x)[:2]
-    scores, decided = map(torch.from_numpy, run_onnx(session(tmp_path / "int8.onnx", 1), x.contiguous().numpy(), 128))
-    assert (decided == routing.gates[:, gated(network)]).float().mean() > 0.85
-    assert (scores.argmax(1) == logits.argmax(1)).float().mean() > 0.6
+    assert not [node for node in graph.node if node.op_type == "Conv" and is_of_gate(node) and "quant" in node.input[1]]
+    x = digits("test")
+    expected = eager(network, x)
+    scores, route = map(torch.from_numpy, run_onnx(session(folder / "int8.onnx", 1), x.contiguous().numpy(), 64))
+    assert (route == expected.routing.gates.bool()).float().mean() > 0.85
+    assert (scores.argmax(1) == expected.logits.argmax(1)).float().mean() > 0.6
+
+
+def test_a_network_of_one_route_has_scores_alone(tmp_path):
+    network = network_of(config(*LAST_STAGE, "network.shortcut=projection"))
+    write_onnx(BatchForm(folded(network)), tmp_path / "dense.onnx", SHAPE)
+    assert not {"If", "NonZero", "Gather", "Where"} & set(operators(tmp_path / "dense.onnx"))
+    x = digits("test")
+    scores, route = run_onnx(session(tmp_path / "dense.onnx", 1), x.contiguous().numpy(), 64)
+    assert route is None
+    np.testing.assert_allclose(scores, eager(network, x).logits.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_random_gates_cannot_be_exported(tmp_path):
+    with pytest.raises(UserError, match="dynamic=round settles them"):
+        require_exportable(network_of(chosen("random")), tmp_path)
+    require_exportable(network_of(chosen("aig")), tmp_path)
 
 
 def test_a_quiet_export_leaves_logging_as_it_was(capsys, caplog):
@@ -116,16 +172,14 @@ def test_a_quiet_export_leaves_logging_as_it_was(capsys, caplog):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.slow
-def test_what_is_compiled_is_the_network(rng):
-    dense, x = folded(build_network(config("+experiment=digits", "gate=none"))), images(8, rng)
+def test_what_is_compiled_is_the_network():
+    network, x = network_of(config(*LAST_STAGE)), digits("test")[:8]
     with torch.no_grad():
-        torch.testing.assert_close(compiled_form(dense, x)(x), dense(x), rtol=0, atol=1e-4)
-    network = trained(*EXITS, rng=rng)
-    skipping = SkippingNetwork(folded(network), leading=compiled_form(Leading(folded(network)), x))
-    assert_same(skipping(x), skipping.gates, network, eager(network, x))
+        (scores,) = compiled_form(BatchForm(folded(network)).eval(), x)(x)
+    torch.testing.assert_close(scores, eager(network, x).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_no_compiler_is_said(monkeypatch, capsys, rng):
+def test_no_compiler_is_said(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert compiled_form(folded(trained(rng=rng)), images(2, rng)) is None
+    assert compiled_form(BatchForm(network_of(config(*LAST_STAGE))), images(2)) is None
     assert "no C++ compiler" in capsys.readouterr().out

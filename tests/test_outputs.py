@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT, assert_one_line, config, process
 from faults import fill
 
-from cosinegate import benchmark as training_speed
+from cosinegate import training_speed
 from cosinegate.analysis import pareto, peers
-from cosinegate.deploy import benchmark, benchmark_table, frontier
+from cosinegate.deploy import benchmark, benchmark_table
 from cosinegate.errors import UserError
 from cosinegate.escape import code, csv_cell, markdown, printable
 from cosinegate.outputs import require_own
@@ -26,8 +26,9 @@ WORSE = "+cmd|' /C calc'!A0\x1b[2J\r\n| x | \u202e"
 def run(tmp_path_factory) -> Path:
     """A short run that can be deployed."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    asked = ["objective.start_epoch=0", "objective.warmup_epochs=0", "trainer.max_epochs=1", "threads=1"]
-    train(config("+experiment=digits_predictive", *asked, "trainer.limit_train_batches=2", f"run_dir={folder}"))
+    asked = ["objective.warmup_epochs=0", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "threads=1"]
+    asked += ["gate.polarity=novelty", "network.blocks=[1,1,2]"]  # whose gates start open
+    train(config("+experiment=digits", *asked, f"run_dir={folder}"))
     return folder
 
 
@@ -35,19 +36,18 @@ def test_what_earlier_versions_wrote_is_a_commands_own():
     """`make pareto`, `make table` and the others replace what is committed, and no file of another kind."""
     kept = {path for path in (ROOT / "results").rglob("*") if path.is_file()}
     texts = {
-        r"results/(pareto|consistency)/.*csv": pareto.HEADER,
-        r"results/(pareto|consistency)/.*md": pareto.TABLE,
-        r"results/peers(_mnist)?\.md": peers.TITLE,
-        r"results/.*/frontier(_held_out)?\.json": frontier.OWN,
-        r"results/.*/benchmark\.json": benchmark.OWN_JSON,
-        r"results/.*/benchmark\.md": benchmark.OWN_TABLE,
+        r"results/(pareto|consistency)/.*csv": (pareto.HEADER, pareto.MARK),
+        r"results/(pareto|consistency)/.*md": (pareto.TABLE, pareto.MARK),
+        r"results/peers(_mnist)?\.md": (peers.TITLE, peers.MARK),
+        r"results/.*/benchmark\.json": (benchmark.OWN_JSON, benchmark_table.MARK),
+        r"results/.*/benchmark\.md": (benchmark.OWN_TABLE, benchmark_table.MARK),
     }
-    for pattern, own in texts.items():
+    for pattern, (own, mark) in texts.items():
         files = {path for path in kept if re.fullmatch(pattern, str(path.relative_to(ROOT)))}
         assert files
         for path in files:
-            figures = {path.with_suffix(kind): benchmark_table.MARK for kind in (".png", ".svg")}
-            require_own({path: own}, {figure: mark for figure, mark in figures.items() if figure in kept})
+            figures = {path.with_suffix(kind) for kind in (".png", ".svg")} & kept
+            require_own({path: own}, dict.fromkeys(figures, mark))
         for path in (ROOT / "results" / "README.md", ROOT / "pyproject.toml", min(kept - files)):
             with pytest.raises(UserError, match="no file that this command wrote"):
                 require_own({path: own})
@@ -64,7 +64,7 @@ def test_a_table_is_made_again_over_its_own_and_over_nothing_else(run, tmp_path)
     (tmp_path / "peers.md").write_text("my thesis\n")
     assert_one_line(process(*table, "path=peers.md", cwd=tmp_path), "peers.md: is there, and is no file that this")
     (tmp_path / "peers.md").unlink()
-    shutil.copy(ROOT / "results" / "peers.png", tmp_path / "peers.png")  # anybody's figure, now that no table is there
+    shutil.copy(ROOT / "results" / "mnist" / "curves.png", tmp_path / "peers.png")  # another figure, and no table
     assert_one_line(process(*table, "path=peers.md", cwd=tmp_path), "peers.png: is there, and is no file that this")
     assert [path.name for path in tmp_path.iterdir()] == ["peers.png"]
 
@@ -97,7 +97,7 @@ def test_names_of_records_are_escaped_wherever_they_are_shown(run, tmp_path):
         folder.mkdir(parents=True)
         (folder / "record.json").write_text(json.dumps(record | {"identity": f"x{number}"} | changes))
         (folder / "config.yaml").write_text(settings.replace("name: digits\n", f"name: {json.dumps(WORSE)}\n", 1))
-    drawn = process("src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}")
+    drawn = process("src/pareto.py", f"runs={tmp_path}/runs", f"output={tmp_path}")
     tabled = process("src/table.py", "sweep=null", f"runs=[{tmp_path}/runs]", f"path={tmp_path}/table.md")
     for done in (drawn, tabled):
         assert done.returncode == 0, done.stderr
@@ -121,10 +121,10 @@ def test_names_of_records_are_escaped_wherever_they_are_shown(run, tmp_path):
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("pareto runs=run folder=pareto", "pareto/digits-"),
+        ("pareto runs=run output=pareto", "pareto/digits-"),
         ("table sweep=null runs=[run] path=there/table.md", "there/table.md"),
         ("report runs=[run] limit_batches=1", "run/report.html"),
-        ("calibrate run=run budgets=[0.8] images=20", "run/frontier.json"),
+        ("exits run=run budgets=[1.0] images=20 output=exits", "exits"),
         ("export run=run images=20", "run/export"),
         ("train -m +experiment=digits seed=0,1", "runs/.sweeps"),
     ],

@@ -58,50 +58,6 @@ def test_two_processes_have_one_processes_curves_to_the_last_digits_and_leave_on
         assert read_metrics(two)[epoch]["train/loss"] == pytest.approx(row["train/loss"], rel=1e-10)
 
 
-@pytest.mark.slow
-def test_a_block_that_is_closed_for_all_images_is_the_same_run_in_two_processes(tmp_path):
-    closed = [
-        "gate.quantile.begin=[1,0,1]",
-        "gate.quantile.worth=[4,-60,4]",
-        "gate.quantile.low=0",
-        "objective.tau_target=0.7",
-        "gate.quantile.fit=200",
-        "objective.lambda_full=1",
-        "objective.warmup_epochs=0",
-    ]
-    exact = [
-        "trainer.precision=64-true",
-        "trainer.max_epochs=1",
-        "objective.start_epoch=0",
-        "trainer.limit_train_batches=6",
-    ]
-    one, two = (trained(tmp_path / str(n), n, *closed, *exact, experiment="digits_predictive")[0] for n in (1, 2))
-    assert_same_curves(one, two, 1e-6)
-    assert 0 in [value for name, value in read_metrics(one)[1].items() if name.startswith("gates/block_")]
-    assert read_metrics(one)[1]["train/loss_full"] > 0
-
-
-@pytest.mark.slow
-def test_calibrated_gates_take_the_quantile_of_the_global_batch(tmp_path):
-    exact = ["trainer.precision=64-true", "data.batch_size=60", "trainer.max_epochs=2", "objective.start_epoch=0"]
-    exact += ["trainer.limit_train_batches=6"]
-    one, two = (trained(tmp_path / str(n), n, *exact, experiment="digits_predictive")[0] for n in (1, 2))
-    assert_same_curves(one, two, 1e-6)
-    assert read_metrics(one)[2]["gates/mean"] == pytest.approx(0.75, abs=0.06)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("classifier", ["shared", "own"])
-def test_exits_are_the_same_in_two_processes(classifier, tmp_path):
-    exits = ["gate=exit", "network.blocks=[1,1,3]", "gate.quantile.fit=200", "objective.lambda_exit=0.1"]
-    exits += [f"gate.exit_classifier={classifier}"]
-    exits += ["objective.tau_target=0.7", "objective.warmup_epochs=0", "objective.start_epoch=1"]
-    exact = ["trainer.precision=64-true", "trainer.max_epochs=2", "trainer.limit_train_batches=6"]
-    one, two = (trained(tmp_path / str(n), n, *exits, *exact, experiment="digits_predictive")[0] for n in (1, 2))
-    assert_same_curves(one, two, 1e-6)
-    assert 0 < read_metrics(one)[2]["gates/block_04"] < 1
-
-
 def test_every_gate_learns_in_two_processes_what_it_learns_in_one(tmp_path):
     places = [(0, 1), (0, 2), (1, 2)]
     commands = [started("tests/one_of_several.py", f"{rank}", f"{world}", str(tmp_path)) for rank, world in places]

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_one_line, config, process
-from cosinegate.deploy.trained import load_trained
-from cosinegate.deploy.weights import described, read_exported, rebuilt, write_weights
+from deployed import write
 from test_sources import Source, cifar_batches, image_set, same, small
 
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
@@ -23,6 +22,8 @@ from cosinegate.checkpoint import read_checkpoint
 from cosinegate.config import validate
 from cosinegate.data import cifar10, mnist
 from cosinegate.data.sources import SourceFailed, bounded, load, members, run
+from cosinegate.deploy.card import CARD, read_network
+from cosinegate.deploy.source import load_source
 from cosinegate.errors import UserError
 from cosinegate.evaluate import evaluate
 from cosinegate.files import write_atomically
@@ -45,7 +46,7 @@ class Touch:
 def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     short = ["threads=1", "trainer.max_epochs=1", "trainer.limit_train_batches=2", "callbacks.curves=null"]
-    chosen = config("+experiment=digits_predictive", *short, f"run_dir={folder / 'run'}")
+    chosen = config("+experiment=digits", *short, f"run_dir={folder / 'run'}")
     train(chosen)
     return folder / "run" / "checkpoints" / "last.ckpt"
 
@@ -72,7 +73,7 @@ def test_a_target_in_a_checkpoint_is_never_called(checkpoint, tmp_path):
     torch.save(stored, tmp_path / "foreign.ckpt")
     found, *_ = evaluate(config(f"run={tmp_path / 'foreign.ckpt'}", "limit_batches=1", config_name="evaluate"))
     assert found["images"] > 0
-    load_trained(str(tmp_path / "foreign.ckpt"))  # what export, calibrate and benchmark begin with
+    load_source(str(tmp_path / "foreign.ckpt"))  # what export, exits and benchmark begin with
     assert not (tmp_path / "evil").exists()
 
 
@@ -183,15 +184,22 @@ def test_a_batch_that_asks_for_a_terabyte_is_refused(tmp_path):
 
 
 def test_a_card_that_claims_more_than_its_weights_takes_no_memory(checkpoint, tmp_path):
-    network = load_trained(str(checkpoint)).folded
-    write_weights(network, tmp_path / "weights.safetensors")
-    card = described(network)
-    for change in ({"width": 10**7}, {"blocks": card["blocks"] * 10**5}, {"blocks": []}, {"classes": 10**11}):
-        with pytest.raises(UserError, match="not the weights of its card"):
-            rebuilt(card | change, tmp_path / "weights.safetensors")
-    (tmp_path / "card.json").write_text("[" * 10**5)
-    with pytest.raises(UserError, match="not an export's card"):
-        read_exported(tmp_path)
+    source = load_source(str(checkpoint))
+    card = write(source.network, source.config, None, tmp_path)
+    network = card["network"]["config"]["network"]
+    for change, words in [
+        ({"config": card["network"]["config"] | {"network": network | {"width": 1000}}}, "does not hold the network"),
+        ({"config": card["network"]["config"] | {"network": network | {"depth": 6 * 10**8 + 2}}}, "network.depth"),
+        ({"actions": ["removed"] * 10**4}, "not the weights of its card"),
+        ({"exits": {"0": 10**9}}, "not the weights of its card"),
+        ({"exits": {str(index): 1 for index in range(10**4)}}, "not the weights of its card"),
+    ]:
+        (tmp_path / CARD).write_text(json.dumps(card | {"network": card["network"] | change}))
+        with pytest.raises(UserError, match=words):
+            read_network(tmp_path)
+    (tmp_path / CARD).write_text("[" * 10**5)
+    with pytest.raises(UserError, match="not a card of this program"):
+        read_network(tmp_path)
 
 
 def test_npm_runs_no_script(tmp_path, monkeypatch):
@@ -229,7 +237,7 @@ def test_no_secret_is_in_what_a_run_writes_or_says(tmp_path):
     ]
     done = process("src/train.py", *words, **secrets)
     assert done.returncode == 0, done.stderr
-    assert "+logger.wandb.notes=(secret)(secret)" in read_record(tmp_path / "run").command
+    assert "+logger.wandb.notes=(secret)(secret)" in read_record(tmp_path / "run")["command"]
     write_report([tmp_path / "run"], tmp_path / "run" / "report.html", limit_batches=1)
     stored = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
     assert stored["hyper_parameters"]["logger"]["wandb"]["notes"] == "(secret)(secret)"
@@ -265,7 +273,7 @@ def test_nothing_that_a_record_or_config_names_is_made(checkpoint, tmp_path):
     with (folder / "config.yaml").open("a") as file:
         file.write(f"evil: {json.dumps(evil)}\n")
     for command in (
-        ["src/pareto.py", f"runs={tmp_path}/runs", f"folder={tmp_path}/pareto"],
+        ["src/pareto.py", f"runs={tmp_path}/runs", f"output={tmp_path}/pareto"],
         ["src/report.py", f"runs=[{folder}]"],
         ["src/table.py", "sweep=null", f"runs=[{tmp_path}/runs]", f"path={tmp_path}/table.md"],
         ["src/evaluate.py", f"run={folder}"],

@@ -57,6 +57,8 @@ def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
             parent, _, name = new.rpartition(".")
             config[parent][name] = value
     config["gate"] = {key: value for key, value in gate.items() if key in GATE_KEYS.get(kind, gate.keys())}
+    if kind == "constant" and gate.get("start", ...) is None:
+        config["gate"]["start"] = 0.5  # null once meant half open
     return config
 
 

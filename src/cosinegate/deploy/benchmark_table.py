@@ -41,7 +41,7 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 
 def _rerouted(found: dict[str, Any]) -> str:
-    return ", where some images take another route" if found["model"] == "skipping" else ""
+    return ", where some images take another route" if found["model"] != "compiled" else ""
 
 
 def _ways(rows: list[dict[str, Any]]) -> list[str]:
@@ -98,12 +98,11 @@ def in_short(found: dict[str, Any], card: dict[str, Any]) -> str:
         if row["model"] == found["model"] and row["engine"] == "onnxruntime"
     }
     computed, blocks = found["blocks"]
-    same = round(card["forms"]["compiled"]["same_class"] * card["test_images"])
-    file = next(name for name in ("network.onnx", "batch.onnx") if name in card["files"])
+    same = round(card["forms"]["deployed"]["same_class"] * card["test_images"])
     return (
         f"compiled: {computed} of {blocks} blocks are left, {found['executed']:.3f} of the dense network's FLOPs, "
         f"{', '.join(ratios.values())} (onnxruntime), the same class on {same:,} of {card['test_images']:,} images; "
-        f"{card['folder']}/{file}"
+        f"{card['folder']}/network.onnx"
     )
 
 

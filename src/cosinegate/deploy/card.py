@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from cosinegate.build import build_network
 from cosinegate.deploy.compile import Action, Changes, remove_blocks
@@ -85,10 +86,18 @@ def _built(card: dict[str, Any], path: Path, weights: Path) -> tuple[Network, Di
                 remove_blocks(network, [Action[name] for name in card["actions"]])
             if card.get("exits") is not None:
                 network = EarlyExitNetwork(network, _exits(card["exits"], network, size))
-        network.load_state_dict(load_file(weights), assign=True)
+        network.load_state_dict(_same_kinds(load_file(weights), network.state_dict()), assign=True)
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UserError(f"{weights}: not the weights of its card: {' '.join(str(error).split())[:200]}") from error
     return network.requires_grad_(False).eval().to(memory_format=torch.channels_last), config
+
+
+def _same_kinds(stored: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The stored weights, if those that should be floats are, all of one precision."""
+    floats = {name: tensor.dtype for name, tensor in stored.items() if tensor.is_floating_point()}
+    if len(set(floats.values())) > 1 or floats.keys() != {n for n, t in expected.items() if t.is_floating_point()}:
+        raise ValueError("names or number formats differ")
+    return stored
 
 
 def _exits(card: dict[str, Any], network: GatedNetwork, size: int) -> dict[int, Exit]:

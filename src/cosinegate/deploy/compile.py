@@ -108,37 +108,38 @@ def compile_gates(
         for block in compiled.blocks
     ]
     gates, statistics = _run_gates(compiled, images, predicts)
-    changes, never_negative = [], _ends_with_relu(compiled.stem)
+    changes = []
     for index, block in enumerate(compiled.blocks):
         if block.gate is None:
             removed = block.residual is None  # by an earlier compilation
             changes.append(BlockChange(index, Action.removed if removed else Action.ungated, 0.0 if removed else 1.0))
         else:
-            is_open = gates[:, index]
-            fraction = is_open.double().mean().item()
-            rounds = dynamic is Dynamic.round or (predicts[index] and _too_few(is_open))
-            if fraction <= tolerance or (rounds and fraction < 0.5):
-                block.residual = block.gate = None
-                changes.append(BlockChange(index, Action.removed, fraction, other_route=fraction))
-            elif fraction >= 1 - tolerance or rounds:
-                block.gate = None
-                changes.append(BlockChange(index, Action.always, fraction, other_route=1 - fraction))
-            elif predicts[index]:
-                block.gate, agreement, by_chance = _fit_gate(statistics[index], is_open)
-                changes.append(BlockChange(index, Action.predicted, fraction, 1 - agreement, agreement, by_chance))
-            else:
-                needs_f = not block.gate.decides_first
-                changes.append(BlockChange(index, Action.kept, fraction, needs_f=needs_f))
-        if block.residual is None:
-            _drop_activation(block, never_negative)
-        keeps_sign = block.residual is None and isinstance(block.shortcut, nn.Identity | PadShortcut)
-        never_negative = isinstance(block.activation, nn.ReLU) or (never_negative and keeps_sign)
+            changes.append(_settle(block, index, gates[:, index], statistics.get(index), dynamic, tolerance))
+    _drop_activations(compiled)
     return compiled, Changes(len(images), tuple(changes))
+
+
+def _settle(
+    block: ResidualBlock, index: int, is_open: Tensor, statistics: Tensor | None, dynamic: Dynamic, tolerance: float
+) -> BlockChange:
+    """Takes out of a block what its gate has settled, by decisions (B,); with statistics (B, 3C), a gate is fitted."""
+    fraction = is_open.double().mean().item()
+    rounds = dynamic is Dynamic.round or (statistics is not None and _too_few(is_open))
+    if fraction <= tolerance or (rounds and fraction < 0.5):
+        block.residual = block.gate = None
+        return BlockChange(index, Action.removed, fraction, other_route=fraction)
+    if fraction >= 1 - tolerance or rounds:
+        block.gate = None
+        return BlockChange(index, Action.always, fraction, other_route=1 - fraction)
+    if statistics is not None:
+        block.gate, agreement, by_chance = _fit_gate(statistics, is_open)
+        return BlockChange(index, Action.predicted, fraction, 1 - agreement, agreement, by_chance)
+    action = Action.predicted if isinstance(block.gate, PooledGate) else Action.kept  # by an earlier compilation
+    return BlockChange(index, action, fraction, needs_f=not block.gate.decides_first)
 
 
 def remove_blocks(network: GatedNetwork, actions: list[Action]) -> None:
     """Gives an untrained network the shape of a compiled one, in place: what each block became is known."""
-    never_negative = _ends_with_relu(network.stem)
     for block, action in zip(network.blocks, actions, strict=True):
         if action is Action.predicted:
             block.gate = PooledGate(_channels(block), HIDDEN)
@@ -146,9 +147,7 @@ def remove_blocks(network: GatedNetwork, actions: list[Action]) -> None:
             block.gate = None
         if action is Action.removed:
             block.residual = None
-            _drop_activation(block, never_negative)
-        keeps_sign = block.residual is None and isinstance(block.shortcut, nn.Identity | PadShortcut)
-        never_negative = isinstance(block.activation, nn.ReLU) or (never_negative and keeps_sign)
+    _drop_activations(network)
 
 
 def _channels(block: ResidualBlock) -> int:
@@ -215,8 +214,15 @@ def _ends_with_relu(stem: nn.Module) -> bool:
     return bool(layers) and isinstance(layers[-1], nn.ReLU)
 
 
-def _drop_activation(block: ResidualBlock, never_negative: bool) -> None:
-    """Of a block without F: a ReLU of what is never negative does nothing, and none may write over its input."""
-    if isinstance(block.activation, nn.ReLU):
-        keeps_sign = isinstance(block.shortcut, nn.Identity | PadShortcut)
-        block.activation = nn.Identity() if never_negative and keeps_sign else nn.ReLU()
+def _drop_activations(network: GatedNetwork) -> None:
+    """Of blocks without F: a ReLU of what is never negative does nothing, and none may write over its input."""
+    never_negative = _ends_with_relu(network.stem)
+    for block in network.blocks:
+        is_relu = isinstance(block.activation, nn.ReLU)
+        if block.residual is None:
+            never_negative = never_negative and isinstance(block.shortcut, nn.Identity | PadShortcut)
+            if is_relu:
+                block.activation = nn.Identity() if never_negative else nn.ReLU()
+            never_negative = never_negative or is_relu
+        else:
+            never_negative = is_relu

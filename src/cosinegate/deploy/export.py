@@ -84,11 +84,16 @@ def move_budget(source: Source, budget: float | None) -> None:
 
 def _require_own(folder: Path) -> None:
     """Ends with one line where the folder, or a file in it that would be replaced, is not of an export."""
-    if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not is_card_folder(folder))):
+    if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not _is_export(folder))):
         raise UserError(f"output = {folder}: is there and is no export; choose another, or remove it")
     for path in (folder / name for name in (*FILES, *OLD_FILES)):
         if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not _is_described(path)):
             raise UserError(f"{path}: is there, and is no file of the export; choose another folder, or move it away")
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether the folder's card is an export's, and not that of exits."""
+    return is_card_folder(folder) and "forms" in read_json(folder / CARD)
 
 
 def _is_described(path: Path) -> bool:
@@ -153,8 +158,8 @@ def compared(
 ) -> dict[str, Any]:
     """Accuracy of every form, and how far its scores and its routes are from those of the trained network.
 
-    `equal` says whether a form is the deployed network: on images of the same route the same classes and, within CLOSE,
-    the same scores. A decision within rounding of its threshold may fall the other way; `other_route` counts those.
+    `equal` says whether a form is the deployed network: on images of the same route the same scores, within CLOSE. A
+    decision within rounding of its threshold may fall the other way; `rerouted` counts those images.
     """
     dense = source.dense_flops
     scores, route, flops = forward(trained, images)
@@ -178,9 +183,8 @@ def compared(
         if name != INT8:
             same = ~torch.ne(taken, own_route).any(1)
             close = CLOSE * max(1.0, own_scores.abs().max().item())
-            alike = torch.equal(theirs[same].argmax(1), own_scores[same].argmax(1))
             apart = (theirs - own_scores)[same].abs().max().item() if same.any() else float("inf")
-            found[name] |= {"equal": alike and apart <= close, "rerouted": int((~same).sum())}
+            found[name] |= {"equal": apart <= close, "rerouted": int((~same).sum())}
     return found
 
 
@@ -260,7 +264,7 @@ def show(card: dict[str, Any]) -> None:
         console.say(str(BlockChange(**change | {"action": Action[change["action"]]})))
     for name, form in card["forms"].items():
         if form.get("equal") is False:
-            console.say(f"warning: {name} is not the deployed network: a class or a score differs on the same route")
+            console.say(f"warning: {name} is not the deployed network: a score differs on the same route")
         if form.get("rerouted"):
             console.say(f"{name}: {form['rerouted']} images lie within rounding of a threshold and take another route")
     if card["executed"] >= 1:

@@ -21,18 +21,14 @@ from cosinegate.networks.flops import dense_flops
 
 @dataclass
 class Source:
-    """`network` is as it was trained or written; `path` is the checkpoint's, or the card's folder."""
+    """A network as it was trained or written, with what it needs to be compiled and measured."""
 
-    path: Path
+    path: Path  # the checkpoint, or the folder of an export or of exits
+    folder: Path  # the run's, or the same as `path`
     config: DictConfig
     network: Network
     data: ImageData
     actions: list[Action] | None = None  # what compiling did to each block
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder, or the card's."""
-        return self.path if self.path.is_dir() else run_folder_of(self.path)
 
     @property
     def dense_flops(self) -> int:
@@ -73,16 +69,18 @@ def load_source(
     actions = None
     if is_written_network(Path(run)):
         card, network, config = read_network(run)
-        names, path = card["network"]["actions"], Path(run)
+        path = folder = Path(run)
+        names = card["network"].get("actions")
         actions = None if names is None else [Action[name] for name in names]
     else:
         path = chosen_path(run, checkpoint)
+        folder = run_folder_of(path)
         module, config = load_checkpoint(path)
         network = module.network.eval()
     config.data.root, config.data.folder = root or config.data.root, data_folder or config.data.folder
     data = ImageData(config.data, config.seed)
     data.setup()
-    return Source(path, config, network, data, actions)
+    return Source(path, folder, config, network, data, actions)
 
 
 def is_written_network(run: Path) -> bool:

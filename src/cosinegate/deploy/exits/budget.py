@@ -17,17 +17,23 @@ ROUNDING = 5e-4  # a budget is given with three digits
 
 def set_budget(network: EarlyExitNetwork, budget: float, images: Tensor) -> float:
     """Sets the threshold at which these images take the budget's FLOPs on the mean. Returns what they take."""
-    logits, costs = exit_logits(network, images), path_costs(network, images[:1])
-    least, most = costs[0].item(), costs[-1].item()
-    if not least - ROUNDING <= budget <= most + ROUNDING:
-        words = f"must lie from {least:.3f} (every image takes the first exit) to {most:.3f} (none takes one)"
-        raise UserError(f"budget = {budget:g}: {words}")
+    costs = path_costs(network, images[:1])
+    require_budget(budget, costs)
+    logits = exit_logits(network, images)
     below, above = logits.min().item() - 1, logits.max().item() + 1
     for _ in range(STEPS):
         middle = (below + above) / 2
         below, above = (middle, above) if mean_cost(logits, costs, middle) > budget else (below, middle)
     network.threshold.fill_(above)
     return mean_cost(logits, costs, network.threshold.item())
+
+
+def require_budget(budget: float, costs: Tensor) -> None:
+    """Ends with one line where no threshold gives the budget; `costs` (E + 1,) are those of the paths."""
+    least, most = costs[0].item(), costs[-1].item()
+    if not least - ROUNDING <= budget <= most + ROUNDING:
+        words = f"must lie from {least:.3f} (every image takes the first exit) to {most:.3f} (none takes one)"
+        raise UserError(f"budget = {budget:g}: {words}")
 
 
 def exit_logits(network: EarlyExitNetwork, images: Tensor) -> Tensor:
@@ -46,8 +52,13 @@ def mean_cost(logits: Tensor, costs: Tensor, threshold: float) -> float:
 
 @torch.no_grad()
 def path_costs(network: EarlyExitNetwork, image: Tensor) -> Tensor:
-    """(E + 1,): FLOPs of an image that takes each exit, and of one that takes none, over the network's own."""
+    """(E + 1,): FLOPs of an image that takes each exit, and of one that takes none, over the network's own.
+
+    Where gates are left, as if all of them were open.
+    """
     meta, spent = copy.deepcopy(network).to("meta").eval(), []
+    for block in meta.blocks:
+        block.gate = None
     _, channels, height, width = image.shape
     with FlopCounterMode(display=False) as counter:
         for step in meta.network.walk(torch.empty(1, channels, height, width, device="meta")):
@@ -56,5 +67,4 @@ def path_costs(network: EarlyExitNetwork, image: Tensor) -> Tensor:
                 spent.append(counter.get_total_flops())
         meta.network.classify(step.y)
     own = dense_flops(network.network, (height, width, channels))
-    costs = torch.tensor([*spent, counter.get_total_flops()], dtype=torch.float64) / own
-    return costs
+    return torch.tensor([*spent, counter.get_total_flops()], dtype=torch.float64) / own

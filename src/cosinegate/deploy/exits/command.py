@@ -12,16 +12,16 @@ from torch import Tensor
 from cosinegate import console
 from cosinegate.commands import ExitsConfig
 from cosinegate.config import require_positive
-from cosinegate.deploy.card import CARD, WEIGHTS, described, is_card_folder, sha256, write_card, write_weights
-from cosinegate.deploy.exits.budget import path_costs, set_budget
+from cosinegate.deploy.card import CARD, WEIGHTS, described, sha256, write_card, write_weights
+from cosinegate.deploy.exits.budget import path_costs, require_budget, set_budget
 from cosinegate.deploy.exits.figure import MARK, draw_frontier
-from cosinegate.deploy.exits.fit import default_exits, fit_exits
+from cosinegate.deploy.exits.fit import default_exits, fit_exits, new_exits
 from cosinegate.deploy.exits.network import EarlyExitNetwork
 from cosinegate.deploy.export import forward
 from cosinegate.deploy.source import Source, load_source
 from cosinegate.dynamic import DYNAMIC, routed_percent
 from cosinegate.errors import UserError
-from cosinegate.lock import locked
+from cosinegate.lock import LOCK, locked
 from cosinegate.networks.name import network_name
 from cosinegate.outputs import naming, require_own, write_text
 from cosinegate.record import Record, now, provenance, read_record, write_record
@@ -49,14 +49,18 @@ def exits(asked: ExitsConfig) -> dict[str, Any]:
     network, _ = source.compile(asked.dynamic, asked.tolerance)
     images, labels = training_images(source, asked.images)
     after = default_exits(network, images[:1]) if asked.after is None else sorted(set(asked.after))
-    if not after:
+    if asked.after is None and not after:
         raise UserError(f"run = {asked.run}: its last stage has one block alone; after=[...] names where exits stand")
     folder = output_folder(source, asked)
     _require_own(folder)
+    costs = path_costs(EarlyExitNetwork(network, new_exits(network, after, images[:1])), images[:1])
+    for budget in asked.budgets:
+        require_budget(budget, costs)
     console.say(f"fitting exits after blocks {', '.join(map(str, after))} to {len(images)} training images")
     early = EarlyExitNetwork(network, fit_exits(network, after, images, labels)).eval()
     early.requires_grad_(False)
-    found = frontier(source, network, early, list(asked.budgets)) | {"fitted_to": len(images), "folder": str(folder)}
+    facts = {"source": str(source.path), "fitted_to": len(images), "folder": str(folder)}
+    found = facts | frontier(source, network, early, list(asked.budgets))
     set_budget(early, asked.budgets[0], source.held_out())
     with naming(folder), locked(folder, wait=False):
         _write(source, early, found, folder)
@@ -111,7 +115,6 @@ def frontier(source: Source, network: Any, early: EarlyExitNetwork, budgets: lis
             }
         )
     return {
-        "source": str(source.path),
         "name": source.config.name,
         "network": network_name(source.config.network),
         "after": early.after,
@@ -134,14 +137,18 @@ def _require_finished(source: Source) -> None:
 
 
 def _require_own(folder: Path) -> None:
-    """Ends with one line where the folder holds anything but exits that this command wrote."""
-    if folder.is_dir() and any(folder.iterdir()) and not is_card_folder(folder):
+    """Ends with one line where the folder holds anything but exits that this command wrote, or began to write."""
+    held = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
+    if held and FRONTIER not in held:
         raise UserError(f"output = {folder}: is there and holds no exits; choose another, or remove it")
     require_own({folder / FRONTIER: OWN}, {folder / FIGURE: MARK})
 
 
 def _write(source: Source, early: EarlyExitNetwork, found: dict[str, Any], folder: Path) -> None:
     (folder / CARD).unlink(missing_ok=True)  # while files of two calls lie there, none is described
+    write_text(folder / FRONTIER, json.dumps(found, indent=2) + "\n")  # first: by it a folder is this command's own
+    draw_frontier(found, folder / FIGURE)
+    write_record(folder, _record(source, early, found))
     write_weights(early, folder / WEIGHTS)
     card = {
         "name": f"{source.config.name}_exits",
@@ -152,10 +159,6 @@ def _write(source: Source, early: EarlyExitNetwork, found: dict[str, Any], folde
         "files": {WEIGHTS: sha256(folder / WEIGHTS)},
         "provenance": provenance(),
     }
-    write_text(folder / FRONTIER, json.dumps({"source": found["source"]} | found, indent=2) + "\n")
-    (folder / "figures").mkdir(exist_ok=True)
-    draw_frontier(found, folder / FIGURE)
-    write_record(folder, _record(source, early, found))
     write_card(card, folder)
 
 

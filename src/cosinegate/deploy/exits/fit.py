@@ -54,22 +54,26 @@ def may_exit_after(network: GatedNetwork, index: int) -> bool:
     return runs[index] and any(runs[index + 1 :])
 
 
-def fit_exits(network: GatedNetwork, after: list[int], images: Tensor, labels: Tensor) -> dict[int, Exit]:
-    """An exit after each of these blocks, fitted to images (B, C, H, W) and their labels (B,)."""
-    for index in after:
-        if not 0 <= index < len(network.blocks) or not may_exit_after(network, index):
-            fitting = [i for i in range(len(network.blocks)) if may_exit_after(network, i)]
-            raise UserError(f"after = {after}: block {index} has no exit to stand after it; must be among {fitting}")
-    passed = pass_through(network, after, images)
+def new_exits(network: GatedNetwork, after: list[int], image: Tensor) -> dict[int, Exit]:
+    """An exit after each of these blocks that is not fitted yet, for images like this one (1, C, H, W)."""
+    possible = [index for index in range(len(network.blocks)) if may_exit_after(network, index)]
+    if not after or not set(after) <= set(possible):
+        raise UserError(f"after = {after}: must be blocks that run and that another one follows, of {possible}")
     exits = {}
-    for index in after:
-        statistics = passed.statistics[index]
+    for index, statistics in pass_through(network, after, image).statistics.items():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            at = Exit(channels=statistics.shape[1] // 3, num_classes=network.num_classes).to(statistics)
-        _fit_classifier(at.classifier, statistics, passed.scores, labels)
-        _fit_policy(at, statistics, passed.scores)
-        exits[index] = at.eval().requires_grad_(False)
+            exits[index] = Exit(channels=statistics.shape[1] // 3, num_classes=network.num_classes).to(statistics)
+    return exits
+
+
+def fit_exits(network: GatedNetwork, after: list[int], images: Tensor, labels: Tensor) -> dict[int, Exit]:
+    """An exit after each of these blocks, fitted to images (B, C, H, W) and their labels (B,)."""
+    exits, passed = new_exits(network, after, images[:1]), pass_through(network, after, images)
+    for index, at in exits.items():
+        _fit_classifier(at.classifier, passed.statistics[index], passed.scores, labels)
+        _fit_policy(at, passed.statistics[index], passed.scores)
+        at.eval().requires_grad_(False)
     return exits
 
 
