@@ -12,6 +12,7 @@ from cosinegate.errors import UserError
 from cosinegate.search import search
 
 SHORT = ["+experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=4", "threads=1"]
+SHORT += ["trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "callbacks.curves=null"]
 
 
 def study_in(runs: Path) -> optuna.Study:
@@ -25,7 +26,7 @@ def found(runs: Path) -> list[tuple]:
 
 
 def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
-    options = [*SHORT, "search.trials=3", "search.population=2"]
+    options = [*SHORT, "trainer.max_epochs=3", "search.trials=3", "search.population=2"]
     whole = process("src/search.py", *options, f"runs_dir={tmp_path}/whole")
     assert whole.returncode == 0, whole.stderr
     command = ["src/search.py", *options, f"runs_dir={tmp_path}/killed"]
@@ -35,7 +36,7 @@ def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
         paths = (tmp_path / "killed").glob("digits/*-s*/record.json")
         return sum(json.loads(path.read_text())["epochs"]["done"] for path in paths)
 
-    while epochs() < 3:  # in the second trial
+    while epochs() < 4:  # in the second trial
         assert running.poll() is None
         time.sleep(0.02)
     running.send_signal(signal.SIGKILL)
