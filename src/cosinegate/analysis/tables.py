@@ -37,7 +37,7 @@ def pareto(config: DictConfig, command: str) -> None:
         raise UserError(f"no finished run in {where}{why}: {HINT}")
     for line in skipped:
         complain(line)
-    found, folder = families(runs, x), Path(config.folder)
+    found, folder = families(runs, x), Path(config.output)
     for family in found:
         plots.require_own_files(family, x, folder)
     written = []

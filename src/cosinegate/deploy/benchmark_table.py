@@ -98,7 +98,7 @@ def in_short(found: dict[str, Any], card: dict[str, Any]) -> str:
         if row["model"] == found["model"] and row["engine"] == "onnxruntime"
     }
     computed, blocks = found["blocks"]
-    same = round(card["forms"]["compiled"]["same_class"] * card["test_images"])
+    same = round(card["forms"]["deployed"]["same_class"] * card["test_images"])
     file = next(name for name in ("network.onnx", "batch.onnx") if name in card["files"])
     return (
         f"compiled: {computed} of {blocks} blocks are left, {found['executed']:.3f} of the dense network's FLOPs, "
