@@ -85,7 +85,7 @@ test-data: setup ## the real CIFAR-10 and MNIST paths
 	$(BIN)/python -m pytest -m data $(ARGS)
 
 soak: setup ## kill a run KILLS times, anywhere, and compare what it ends with
-	KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s tests/test_soak.py $(ARGS)
+	KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s tests/training/test_soak.py $(ARGS)
 
 bench: setup ## measure training speed as ratios, into results/bench
 	$(BIN)/python src/training_speed.py $(ARGS)

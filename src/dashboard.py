@@ -3,13 +3,13 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import require
-from cosinegate.errors import UserError
+from cosinegate.config.checks import require
+from cosinegate.terminal.errors import UserError
 
 
 def task(config: DictConfig) -> None:
     require(config)
-    from cosinegate.loggers import has_account, require_answer, wandb_settings
+    from cosinegate.callbacks.loggers import has_account, require_answer, wandb_settings
 
     if not has_account():
         raise UserError(
@@ -17,7 +17,7 @@ def task(config: DictConfig) -> None:
         )
     import wandb
 
-    from cosinegate.dashboard import build_workspace
+    from cosinegate.report.dashboard import build_workspace
 
     try:
         require_answer(str(wandb_settings().base_url))

@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import require
+from cosinegate.config.checks import require
 
 
 def task(config: DictConfig) -> None:

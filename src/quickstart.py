@@ -8,17 +8,17 @@ import sys
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import validate
-from cosinegate.errors import UserError
-from cosinegate.identity import run_folder
+from cosinegate.config.checks import validate
+from cosinegate.config.identity import run_folder
+from cosinegate.terminal.errors import UserError
 
 TIMED = ("batches=[1,64]", "rounds=5", "compile=false", "threads=1")
 
 
 def task(config: DictConfig) -> None:
     validate(config)  # a mistake is answered before lightning loads
-    from cosinegate import console
     from cosinegate.deploy import benchmark, benchmark_table, export
+    from cosinegate.terminal import console
     from cosinegate.train import train
 
     where = f"run={run_folder(config)}"

@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import require_positive
+from cosinegate.config.checks import require_positive
 
 
 def task(config: DictConfig) -> None:

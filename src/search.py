@@ -3,12 +3,12 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import validate
+from cosinegate.config.checks import validate
 
 
 def task(config: DictConfig) -> None:
     validate(config)
-    from cosinegate.search import search
+    from cosinegate.sweeps.search import search
 
     search(config)
 

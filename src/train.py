@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import validate
+from cosinegate.config.checks import validate
 
 
 def task(config: DictConfig) -> float:

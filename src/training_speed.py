@@ -6,13 +6,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config import require_positive
+from cosinegate.config.checks import require_positive
 
 
 def task(config: DictConfig) -> None:
     require_positive(config, "threads", "steps", "batches", "val_batches", "rounds")
-    from cosinegate.console import say
-    from cosinegate.training_speed import bench, require_own_files, write
+    from cosinegate.analysis.training_speed import bench, require_own_files, write
+    from cosinegate.terminal.console import say
 
     require_own_files(Path(config.output))
     experiment = f"+experiment={config.name}"

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from warm import Started, draw_no_curves, serve_commands
 from xdist.scheduler import LoadScopeScheduling
 
-import cosinegate.config  # noqa: F401 (registers the schema)
+import cosinegate.config.checks  # noqa: F401 (registers the schema)
 from cosinegate import cli, train
 from cosinegate.data.loader import Normalisation
 

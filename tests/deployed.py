@@ -10,17 +10,17 @@ from omegaconf import DictConfig
 from same_routes import assert_same_routes
 from torch import Tensor
 
-from cosinegate.build import build_network
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import WEIGHTS, described, sha256, write_card, write_weights
-from cosinegate.deploy.compile import Action
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.deploy.exits.budget import set_budget
 from cosinegate.deploy.exits.fit import fit_exits
-from cosinegate.gates.constant import ConstantGate
+from cosinegate.gates.controls.constant import ConstantGate
+from cosinegate.gates.controls.random import RandomGate
 from cosinegate.gates.cosine import Controller
-from cosinegate.gates.random import RandomGate
 from cosinegate.networks import GatedNetwork, Output
+from cosinegate.networks.compile import Action
+from cosinegate.training.build import build_network
 
 FEW = ("data=digits", "network.depth=14", "network.width=4")
 LAST_STAGE = ("data=digits", "gate=none", "objective=plain", "network.blocks=[1,1,3]", "network.width=4")

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cosinegate import cli
-from cosinegate.build import build_module
 from cosinegate.callbacks.schedule import ShareOut
-from cosinegate.processes import Share
-from cosinegate.sync_batchnorm import SyncBatchNormOnCPU
+from cosinegate.hardware.processes import Share
+from cosinegate.hardware.sync_batchnorm import SyncBatchNormOnCPU
+from cosinegate.training.build import build_module
 
 CASES = {
     "cosine": "cosinegate",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import config, process
 
-from cosinegate.errors import UserError
 from cosinegate.evaluate import evaluate
+from cosinegate.terminal.errors import UserError
 from cosinegate.train import train
 
 

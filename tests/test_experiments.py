@@ -7,11 +7,11 @@ import pytest
 import torch
 from conftest import ROOT, config
 
-from cosinegate.build import build_module
 from cosinegate.data.loader import EpochOrder
 from cosinegate.lit import LitCosineGate
-from cosinegate.record import read_metrics
+from cosinegate.runs.record import read_metrics
 from cosinegate.train import train
+from cosinegate.training.build import build_module
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 SHORT = ["data=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]

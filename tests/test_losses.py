@@ -7,9 +7,9 @@ import torch
 from conftest import ROOT, config
 from test_objective import output_with
 
-from cosinegate.build import build_objective
-from cosinegate.choices import Sided, Target
+from cosinegate.config.choices import Sided, Target
 from cosinegate.objective import Objective
+from cosinegate.training.build import build_objective
 
 WEIGHTS = [3.0, 1.0, 2.0, 4.0]
 GATED = [True, False, True, True]

@@ -6,11 +6,11 @@ from algorithm1 import gumbel, routing_and_loss
 from conftest import config
 
 from cosinegate import relaxation
-from cosinegate.build import build_module
-from cosinegate.choices import Sided
+from cosinegate.config.choices import Sided
+from cosinegate.hardware.processes import over_processes
 from cosinegate.networks import Output, Routing
 from cosinegate.objective import Objective, prog
-from cosinegate.processes import over_processes
+from cosinegate.training.build import build_module
 
 
 @pytest.mark.parametrize("polarity", ["paper", "novelty"])

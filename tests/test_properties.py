@@ -17,10 +17,21 @@ from omegaconf.errors import OmegaConfBaseException
 from cosinegate import cli, geometry
 from cosinegate.analysis.frontier import hypervolume, on_frontier
 from cosinegate.analysis.runs import families, find_runs, read_run
-from cosinegate.config import validate
-from cosinegate.errors import UserError
-from cosinegate.identity import identity, leaves, primitives
-from cosinegate.record import Accuracy, Compiled, Cut, Epochs, Flops, Latency, Record, Source, read_metrics, read_record
+from cosinegate.config.checks import validate
+from cosinegate.config.identity import identity, leaves, primitives
+from cosinegate.runs.record import (
+    Accuracy,
+    Compiled,
+    Cut,
+    Epochs,
+    Flops,
+    Latency,
+    Record,
+    Source,
+    read_metrics,
+    read_record,
+)
+from cosinegate.terminal.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 

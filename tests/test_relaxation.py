@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from cosinegate.choices import Annealing
+from cosinegate.config.choices import Annealing
 from cosinegate.relaxation import Relaxation, anneal, gumbel_difference, relax, threshold_gate
 
 

@@ -8,13 +8,13 @@ import torch
 from conftest import assert_one_line, config, process, started
 from test_experiments import SHORT, short
 
-from cosinegate.analysis.curves import draw_curves
 from cosinegate.callbacks.checkpoints import AtomicCheckpoints
+from cosinegate.config.identity import run_folder
 from cosinegate.data.module import ImageData
-from cosinegate.errors import UserError
-from cosinegate.identity import run_folder
 from cosinegate.lit import LitCosineGate
-from cosinegate.record import accuracies, read_metrics, read_record
+from cosinegate.plots.curves import draw_curves
+from cosinegate.runs.record import accuracies, read_metrics, read_record
+from cosinegate.terminal.errors import UserError
 from cosinegate.train import train
 
 NAMES = ["train/loss", "train/loss_ce", "train/loss_cons", "train/loss_flops", "train/acc", "val/acc", "val/loss"]

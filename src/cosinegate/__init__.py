@@ -13,7 +13,7 @@ class _BeforeTorchvision(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from cosinegate.torchvision_operators import define_missing
+            from cosinegate.hardware.operators import define_missing
 
             define_missing()
 

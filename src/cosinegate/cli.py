@@ -18,16 +18,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-import cosinegate.commands  # noqa: F401  the schemas that conf/ names
-from cosinegate.config import no_such_key, not_left_out, require_schema, schema_keys
-from cosinegate.errors import NotFinite, UserError
-from cosinegate.escape import printable
-from cosinegate.files import write_atomically
-from cosinegate.identity import SWEEPS
-from cosinegate.orphans import end_with
-from cosinegate.secret import masked
-from cosinegate.stop import Stopped
-from cosinegate.streams import lost_output, make_lossy
+import cosinegate.config.commands  # noqa: F401  the schemas that conf/ names
+from cosinegate.config.checks import no_such_key, not_left_out, require_schema, schema_keys
+from cosinegate.config.identity import SWEEPS
+from cosinegate.runs.files import write_atomically
+from cosinegate.terminal.errors import NotFinite, UserError
+from cosinegate.terminal.escape import printable
+from cosinegate.terminal.orphans import end_with
+from cosinegate.terminal.secrets import masked
+from cosinegate.terminal.signals import Stopped
+from cosinegate.terminal.streams import lost_output, make_lossy
 
 CONF = Path(__file__).parents[2] / "conf"
 PLAIN = (

@@ -6,27 +6,29 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
 
-from cosinegate import console
-from cosinegate.analysis.routes import Routes
-from cosinegate.build import build_objective, dense_network
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import TestRouting
 from cosinegate.callbacks.route_collector import RouteCollector
-from cosinegate.choices import Checkpoint
-from cosinegate.commands import EvaluateConfig
-from cosinegate.config import require_positive
+from cosinegate.callbacks.routes import Routes
+from cosinegate.config.checks import require_positive
+from cosinegate.config.choices import Checkpoint
+from cosinegate.config.commands import EvaluateConfig
+from cosinegate.config.schema import is_batches, is_plain_name
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import read_network
 from cosinegate.deploy.source import is_written_network
-from cosinegate.dynamic import routed_percent
-from cosinegate.errors import UserError
 from cosinegate.lit import LitCosineGate
-from cosinegate.load import chosen_path, load_checkpoint
 from cosinegate.networks.flops import dense_flops
-from cosinegate.routing import RoutingSummary
-from cosinegate.schema import is_batches, is_plain_name
-from cosinegate.trainer import build_trainer, check_limit, lightning_mistakes, quiet
+from cosinegate.networks.routing import RoutingSummary
+from cosinegate.runs.dynamic import routed_percent
+from cosinegate.terminal import console
+from cosinegate.terminal.errors import UserError
+from cosinegate.training.build import build_objective, dense_network
+from cosinegate.training.load import chosen_path, load_checkpoint
+from cosinegate.training.trainer import build_trainer, check_limit, lightning_mistakes, quiet
 
 
 def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
@@ -136,4 +138,25 @@ def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ..
         f"dynamic blocks {result['dynamic_blocks']} of {len(result['blocks'])}   distinct paths {result['paths']}"
     )
     console.say(f"FLOPs counted {flops['counted']:.3f}   executed {flops['executed']:.3f}   (dense network = 1)")
-    console.show_routing(summary, classes)
+    show_routing(summary, classes)
+
+
+def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
+    """Class x block: the share of a class's images that compute each block."""
+    table = Table(title="share of images that compute each block", title_justify="left")
+    table.add_column("class")
+    table.add_column("accuracy", justify="right")
+    for block in range(summary.open.numel()):
+        table.add_column(f"{block}", justify="right")
+    for index, name in enumerate(classes):
+        right = summary.correct[index] / summary.count[index].clamp_min(1)
+        table.add_row(
+            name, console.percent(right.item()), *(f"{share:.2f}" for share in summary.open_by_class[index].tolist())
+        )
+    table.add_section()
+    right = summary.correct.sum() / summary.count.sum()
+    table.add_row("all", console.percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))
+    if summary.cir is not None:
+        table.add_row("CIR", "", *("" if value != value else f"{value:.2f}" for value in summary.cir.tolist()))
+    widest = 28 + 7 * summary.open.numel()
+    Console(width=max(Console().width, widest)).print(table)  # rather wrapped by the terminal than cut off

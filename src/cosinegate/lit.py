@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from cosinegate.errors import NotFinite
+from cosinegate.config.schema import OptimizerConfig
+from cosinegate.hardware.processes import sum_over_processes
 from cosinegate.networks import GatedNetwork, Output
 from cosinegate.objective import Losses, Objective
-from cosinegate.processes import sum_over_processes
-from cosinegate.schema import OptimizerConfig
+from cosinegate.terminal.errors import NotFinite
 
 
 class LitCosineGate(L.LightningModule):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cosinegate.choices import Sided, Target
+from cosinegate.config.choices import Sided, Target
+from cosinegate.hardware.processes import Share, over_processes
 from cosinegate.networks import Output
-from cosinegate.processes import Share, over_processes
 
 
 class Losses(NamedTuple):

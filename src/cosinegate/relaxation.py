@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cosinegate.choices import Annealing
-from cosinegate.processes import Share
+from cosinegate.config.choices import Annealing
+from cosinegate.hardware.processes import Share
 
 
 def gumbel_difference(like: Tensor, share: Share | None = None) -> Tensor:

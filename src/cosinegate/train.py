@@ -5,22 +5,23 @@ import tempfile
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from cosinegate import console
-from cosinegate.build import build_module
 from cosinegate.callbacks.kept import KeptCallbacks
-from cosinegate.choices import Validation
-from cosinegate.config import validate
+from cosinegate.callbacks.wandb_end import ending_wandb
+from cosinegate.config.checks import validate
+from cosinegate.config.choices import Validation
+from cosinegate.config.identity import run_folder
 from cosinegate.data.module import ImageData
-from cosinegate.identity import run_folder
-from cosinegate.initial_weights import load_initial_weights
-from cosinegate.memory import keep_freed_memory
+from cosinegate.hardware.memory import keep_freed_memory
 from cosinegate.networks.flops import dense_flops
-from cosinegate.record import Record
-from cosinegate.resume import best_checkpoint
-from cosinegate.run_dir import own_record
-from cosinegate.start import go_on, holding, is_finished, name_another_schedule, run_facts
-from cosinegate.trainer import build_trainer, check_batches, lightning_mistakes, quiet
-from cosinegate.wandb_end import ending_wandb
+from cosinegate.runs.folder import own_record
+from cosinegate.runs.record import Record
+from cosinegate.runs.summary import show_finished, show_record
+from cosinegate.terminal import console
+from cosinegate.training.build import build_module
+from cosinegate.training.initial_weights import load_initial_weights
+from cosinegate.training.resume import best_checkpoint
+from cosinegate.training.start import go_on, holding, is_finished, name_another_schedule, run_facts
+from cosinegate.training.trainer import build_trainer, check_batches, lightning_mistakes, quiet
 
 
 def train(config: DictConfig, job: str | None = None) -> Record:
@@ -36,7 +37,7 @@ def train(config: DictConfig, job: str | None = None) -> Record:
     folder, facts = run_folder(config), run_facts(config)
     before = own_record(folder, config, facts)
     if is_finished(before):
-        return before if job else console.show_finished(before, folder)
+        return before if job else show_finished(before, folder)
     config.run_dir = str(folder)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -55,7 +56,7 @@ def train(config: DictConfig, job: str | None = None) -> Record:
     with holding(folder, kept.stop, wait=job is not None):
         before = own_record(folder, config, facts)  # another process may have trained it while this one was starting
         if is_finished(before):
-            return before if job else console.show_finished(before, folder)
+            return before if job else show_finished(before, folder)
         checkpoint = go_on(folder, config, before, module, trainer, kept, job)
         with ending_wandb(), lightning_mistakes():
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -64,7 +65,7 @@ def train(config: DictConfig, job: str | None = None) -> Record:
             (tested,) = trainer.test(module, datamodule=data, ckpt_path=chosen, weights_only=True, verbose=False)
         record = kept.finish(trainer, tested["test/acc"], test_of="best" if chosen else "last")
     if job is None:
-        console.show_record(record, folder)
+        show_record(record, folder)
     return record
 
 

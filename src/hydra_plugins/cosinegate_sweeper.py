@@ -1,4 +1,4 @@
-"""Where Hydra looks for a sweeper. What it does is in `cosinegate.sweep`."""
+"""Where Hydra looks for a sweeper. What it does is in `cosinegate.sweeps.jobs`."""
 
 from typing import Any
 
@@ -24,13 +24,13 @@ class CosineGateSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        from cosinegate import sweep  # not before it is needed: Hydra imports every plugin at every start
-        from cosinegate.errors import UserError
+        from cosinegate.sweeps.jobs import plan, run  # not before they are needed: Hydra imports every plugin
+        from cosinegate.terminal.errors import UserError
 
         if not isinstance(self.params, dict):
             raise UserError(f"hydra.sweeper.params = {self.params}: must be keys with their values")
         if not isinstance(self.points, list) or not all(isinstance(point, list) for point in self.points):
             raise UserError(f"hydra.sweeper.points = {self.points}: must be a list of lists of overrides")
         loader = self.hydra_context.config_loader
-        jobs = sweep.plan(loader, self.config, self.params, self.points, arguments)
-        sweep.run(jobs, self.launcher, self.config.hydra.launcher, self.dry_run)
+        jobs = plan(loader, self.config, self.params, self.points, arguments)
+        run(jobs, self.launcher, self.config.hydra.launcher, self.dry_run)

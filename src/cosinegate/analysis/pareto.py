@@ -12,8 +12,8 @@ import matplotlib
 from cosinegate.analysis.frontier import Point, hypervolume, on_frontier
 from cosinegate.analysis.quoted import QUOTED
 from cosinegate.analysis.runs import ABSOLUTE, ALL_NETWORKS, Configuration, Family, Run
-from cosinegate.escape import code, csv_cell, markdown
-from cosinegate.outputs import require_own, save_figure, write_text
+from cosinegate.runs.outputs import require_own, save_figure, write_text
+from cosinegate.terminal.escape import code, csv_cell, markdown
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -17,14 +17,14 @@ from cosinegate.analysis.pareto import spread, title
 from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import Configuration, Family, families, find_runs, mark_early
 from cosinegate.analysis.tables import chosen_folders
-from cosinegate.commands import TableConfig
-from cosinegate.console import complain, say
-from cosinegate.dynamic import routed_percent
-from cosinegate.errors import UserError
-from cosinegate.escape import code, markdown, printable
-from cosinegate.identity import NOT_IDENTITY
-from cosinegate.outputs import require_own, save_figure, write_text
-from cosinegate.record import Record
+from cosinegate.config.commands import TableConfig
+from cosinegate.config.identity import NOT_IDENTITY
+from cosinegate.runs.dynamic import routed_percent
+from cosinegate.runs.outputs import require_own, save_figure, write_text
+from cosinegate.runs.record import Record
+from cosinegate.terminal.console import complain, say
+from cosinegate.terminal.errors import UserError
+from cosinegate.terminal.escape import code, markdown, printable
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosinegate.errors import UserError
-from cosinegate.escape import printable
-from cosinegate.foreign import parse_yaml, read_text
-from cosinegate.identity import NOT_IDENTITY, leaves
-from cosinegate.record import Record, ended_early, read_record, require
-from cosinegate.schema import is_plain_name
+from cosinegate.config.identity import NOT_IDENTITY, leaves
+from cosinegate.config.schema import is_plain_name
+from cosinegate.runs.record import Record, ended_early, read_record, require
+from cosinegate.runs.untrusted import parse_yaml, read_text
+from cosinegate.terminal.errors import UserError
+from cosinegate.terminal.escape import printable
 
 SYMBOLS = {
     "objective.tau_target": "τ",

@@ -10,12 +10,12 @@ from rich.table import Table
 
 from cosinegate.analysis import pareto as plots
 from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs, run_folders
-from cosinegate.config import is_number
-from cosinegate.console import cell, complain, say
-from cosinegate.errors import UserError
-from cosinegate.manifest import manifest_path, read_manifest
-from cosinegate.record import read_record
-from cosinegate.schema import is_plain_name
+from cosinegate.config.checks import is_number
+from cosinegate.config.schema import is_plain_name
+from cosinegate.runs.manifest import manifest_path, read_manifest
+from cosinegate.runs.record import read_record
+from cosinegate.terminal.console import cell, complain, say
+from cosinegate.terminal.errors import UserError
 
 LONGEST_TABLE = 200  # rows in a terminal; the files have all of them
 HINT = "make pareto SWEEP=quick trains some in minutes"

@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cosinegate.errors import UserError
-from cosinegate.files import make_folder, replacing
-from cosinegate.loggers import MetricsCSV
-from cosinegate.record import accuracies
-from cosinegate.seal import sealed
-from cosinegate.stop import Stopped, StopRequest
+from cosinegate.callbacks.loggers import MetricsCSV
+from cosinegate.runs.checksum import sealed
+from cosinegate.runs.files import make_folder, replacing
+from cosinegate.runs.record import accuracies
+from cosinegate.terminal.errors import UserError
+from cosinegate.terminal.signals import Stopped, StopRequest
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 

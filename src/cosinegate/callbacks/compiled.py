@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cosinegate.deploy.compile import compile_gates
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output
+from cosinegate.networks.compile import compile_gates
 
 
 class CompiledNetwork(L.Callback):

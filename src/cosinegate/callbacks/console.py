@@ -5,7 +5,7 @@ import time
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import RichProgressBar
 
-from cosinegate.console import clock
+from cosinegate.terminal.console import clock
 
 
 def count_from_one(bar: RichProgressBar) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import lightning.pytorch as L
 
-from cosinegate.analysis.curves import draw_curves
-from cosinegate.loggers import MetricsCSV
+from cosinegate.callbacks.loggers import MetricsCSV
+from cosinegate.plots.curves import draw_curves
 
 
 class Curves(L.Callback):

@@ -6,7 +6,7 @@ import lightning.pytorch as L
 
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output
-from cosinegate.routing import RoutingMetric, RoutingSummary
+from cosinegate.networks.routing import RoutingMetric, RoutingSummary
 
 
 def _metric(module: LitCosineGate) -> RoutingMetric:

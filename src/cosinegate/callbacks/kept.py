@@ -13,17 +13,17 @@ from cosinegate.callbacks.cut import Cut
 from cosinegate.callbacks.epoch_sums import EpochSums
 from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import TestRouting
+from cosinegate.callbacks.loggers import MetricsCSV
 from cosinegate.callbacks.not_finite import NotFiniteState
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, LearningRate, Reseed, ShareOut
 from cosinegate.callbacks.training_statistics import TrainingStatistics
-from cosinegate.dynamic import routed_percent
-from cosinegate.loggers import MetricsCSV
-from cosinegate.record import Record
-from cosinegate.run_dir import run_stamp
-from cosinegate.schema import seconds
-from cosinegate.stop import StopRequest
+from cosinegate.config.schema import seconds
+from cosinegate.runs.dynamic import routed_percent
+from cosinegate.runs.folder import run_stamp
+from cosinegate.runs.record import Record
+from cosinegate.terminal.signals import StopRequest
 
 
 class KeptCallbacks:

@@ -8,9 +8,9 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from cosinegate.errors import NotFinite
-from cosinegate.files import replacing
 from cosinegate.lit import LitCosineGate
+from cosinegate.runs.files import replacing
+from cosinegate.terminal.errors import NotFinite
 
 
 class NotFiniteState(L.Callback):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosinegate.analysis.routes import Routes
+from cosinegate.callbacks.routes import Routes
 from cosinegate.gates import CosineGate
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output

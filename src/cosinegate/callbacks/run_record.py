@@ -13,14 +13,14 @@ from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from cosinegate.callbacks.cut import Cut
+from cosinegate.callbacks.loggers import MetricsCSV
 from cosinegate.callbacks.schedule import AtEpochStart
-from cosinegate.errors import UserError
-from cosinegate.lineage import spans, what_changed
+from cosinegate.hardware.memory import give_back_freed_memory
 from cosinegate.lit import LitCosineGate
-from cosinegate.loggers import MetricsCSV
-from cosinegate.memory import give_back_freed_memory
-from cosinegate.record import Epochs, Record, accuracies, now, provenance, write_record
-from cosinegate.stop import Stopped
+from cosinegate.runs.lineage import spans, what_changed
+from cosinegate.runs.record import Epochs, Record, accuracies, now, provenance, write_record
+from cosinegate.terminal.errors import UserError
+from cosinegate.terminal.signals import Stopped
 
 
 class RunRecord(AtEpochStart):

@@ -5,10 +5,10 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from cosinegate.config.schema import RelaxationConfig
 from cosinegate.lit import LitCosineGate
 from cosinegate.objective import prog
 from cosinegate.relaxation import Relaxation, anneal
-from cosinegate.schema import RelaxationConfig
 
 
 class Warmup(L.Callback):

@@ -6,11 +6,11 @@ import lightning.pytorch as L
 import matplotlib.pyplot as plt
 import numpy as np
 
-from cosinegate.analysis.heat_maps import block_by_epoch, class_by_block
-from cosinegate.analysis.routes import Routes
+from cosinegate.callbacks.loggers import CarefulWandb, MetricsCSV
 from cosinegate.callbacks.route_collector import RouteCollector
+from cosinegate.callbacks.routes import Routes
 from cosinegate.lit import LitCosineGate
-from cosinegate.loggers import CarefulWandb, MetricsCSV
+from cosinegate.plots.heat_maps import block_by_epoch, class_by_block
 
 if TYPE_CHECKING:
     import wandb

@@ -5,7 +5,7 @@ import argparse
 from cosinegate import cli
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.sources import load
-from cosinegate.errors import UserError
+from cosinegate.terminal.errors import UserError
 
 cli.check_surroundings()
 parser = argparse.ArgumentParser(prog="python -m cosinegate.data", description="Fetch and verify a data set.")

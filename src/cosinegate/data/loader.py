@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cosinegate.processes import Share
+from cosinegate.hardware.processes import Share
 
 
 class Augmentation(NamedTuple):

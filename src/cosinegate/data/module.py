@@ -4,12 +4,12 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from cosinegate.choices import Validation
+from cosinegate.config.choices import Validation
+from cosinegate.config.schema import DataConfig
 from cosinegate.data import IMAGE_SETS
 from cosinegate.data.loader import Augmentation, EpochOrder, EvalLoader, Normalisation, TrainLoader
 from cosinegate.data.sources import Arrays, load
-from cosinegate.errors import UserError
-from cosinegate.schema import DataConfig
+from cosinegate.terminal.errors import UserError
 
 SPLIT_SEED = 20161205  # which images are held out never depends on a run's seed
 

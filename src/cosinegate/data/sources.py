@@ -26,8 +26,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from cosinegate.errors import UserError
-from cosinegate.files import replacing
+from cosinegate.runs.files import replacing
+from cosinegate.terminal.errors import UserError
 
 TIMEOUT = 20  # seconds without an answer from an official address
 

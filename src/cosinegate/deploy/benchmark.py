@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosinegate import console
-from cosinegate.choices import Checkpoint, Dynamic
-from cosinegate.commands import BenchmarkConfig
-from cosinegate.config import require_positive
+from cosinegate.config.checks import require_positive
+from cosinegate.config.choices import Checkpoint, Dynamic
+from cosinegate.config.commands import BenchmarkConfig
+from cosinegate.config.identity import reference
 from cosinegate.deploy.benchmark_table import MARK, as_markdown, draw
 from cosinegate.deploy.engines import DENSE, IMAGES_A_ROUND, Engines, Model, Run
 from cosinegate.deploy.exits import EarlyExitNetwork
@@ -23,15 +23,15 @@ from cosinegate.deploy.export import forward, move_budget
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES
 from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
 from cosinegate.deploy.source import Source, is_the_records, load_source, require_something_to_deploy
-from cosinegate.errors import UserError
-from cosinegate.files import require_writable
-from cosinegate.identity import reference
-from cosinegate.load import chosen_path, load_checkpoint, run_folder_of
-from cosinegate.lock import is_locked, locked
 from cosinegate.networks.flops import block_flops, dense_flops
 from cosinegate.networks.name import network_name
-from cosinegate.outputs import naming, require_own, write_text
-from cosinegate.record import now, provenance, read_record, write_record
+from cosinegate.runs.files import require_writable
+from cosinegate.runs.lock import is_locked, locked
+from cosinegate.runs.outputs import naming, require_own, write_text
+from cosinegate.runs.record import now, provenance, read_record, write_record
+from cosinegate.terminal import console
+from cosinegate.terminal.errors import UserError
+from cosinegate.training.load import chosen_path, load_checkpoint, run_folder_of
 
 ALLOWED = {"many": 0.10, "one": 0.15}  # how much a time ratio may lie above the executed FLOPs where images are routed
 ALLOWED_COMPILED = 0.05  # and where nothing is left to route

@@ -5,9 +5,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from cosinegate import console
-from cosinegate.escape import code, markdown
-from cosinegate.outputs import save_figure
+from cosinegate.runs.outputs import save_figure
+from cosinegate.terminal import console
+from cosinegate.terminal.escape import code, markdown
 
 MARK = "CosineGate benchmark"
 plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name

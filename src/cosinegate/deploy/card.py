@@ -14,15 +14,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cosinegate.build import build_network
-from cosinegate.deploy.compile import Action, Changes, remove_blocks
+from cosinegate.config.identity import primitives
 from cosinegate.deploy.exits import EarlyExitNetwork, Exit
-from cosinegate.errors import UserError
-from cosinegate.files import replacing
-from cosinegate.foreign import read_json
-from cosinegate.identity import primitives
-from cosinegate.load import checked_config
 from cosinegate.networks import GatedNetwork
+from cosinegate.networks.compile import Action, Changes, remove_blocks
+from cosinegate.runs.files import replacing
+from cosinegate.runs.untrusted import read_json
+from cosinegate.terminal.errors import UserError
+from cosinegate.training.build import build_network
+from cosinegate.training.load import checked_config
 
 FORMAT = 7  # earlier ones described blocks one by one, for a runtime of its own
 CARD, WEIGHTS = "card.json", "weights.safetensors"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cosinegate import console
 from cosinegate.deploy.card import Network
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.deploy.fold import folded
@@ -19,6 +18,7 @@ from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.kernels import kernel_times, operator_times
 from cosinegate.deploy.onnx_forms import BatchForm, OneImageForm, session, write_onnx
 from cosinegate.deploy.runtime import Runtime
+from cosinegate.terminal import console
 
 PARTS = (32, 64, 128)  # images of a part of a batch, whose maps stay in cache
 IMAGES_A_ROUND = 256  # with fewer, the routes of a round's images move its time

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cosinegate import console
-from cosinegate.choices import Dynamic
-from cosinegate.commands import ExportConfig
-from cosinegate.config import require_positive
+from cosinegate.config.checks import require_positive
+from cosinegate.config.choices import Dynamic
+from cosinegate.config.commands import ExportConfig
 from cosinegate.deploy.card import CARD, WEIGHTS, Network, described, is_card_folder, sha256, write_card, write_weights
-from cosinegate.deploy.compile import BATCH, Action, BlockChange, Changes
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.deploy.exits.budget import set_budget
 from cosinegate.deploy.fold import folded
@@ -25,11 +23,13 @@ from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, OneImageForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.runtime import Runtime
 from cosinegate.deploy.source import Source, is_the_records, load_source, require_something_to_deploy
-from cosinegate.errors import UserError
-from cosinegate.foreign import read_json
-from cosinegate.lock import is_locked, locked
-from cosinegate.outputs import naming
-from cosinegate.record import provenance, read_record, write_record
+from cosinegate.networks.compile import BATCH, Action, BlockChange, Changes
+from cosinegate.runs.lock import is_locked, locked
+from cosinegate.runs.outputs import naming
+from cosinegate.runs.record import provenance, read_record, write_record
+from cosinegate.runs.untrusted import read_json
+from cosinegate.terminal import console
+from cosinegate.terminal.errors import UserError
 
 # Of 1 or of the largest score. Folding BatchNorm reorders sums of float32: scores move in the sixth digit.
 CLOSE = 1e-4

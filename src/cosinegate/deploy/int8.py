@@ -15,7 +15,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor
 
 from cosinegate.deploy.onnx_forms import quietly
-from cosinegate.files import replacing
+from cosinegate.runs.files import replacing
 
 CALIBRATION_IMAGES = 512  # whose activations give the convolutions their scales
 

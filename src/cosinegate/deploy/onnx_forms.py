@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from cosinegate.deploy.card import Network
 from cosinegate.deploy.exits import EarlyExitNetwork
-from cosinegate.errors import UserError
-from cosinegate.files import replacing
-from cosinegate.gates.random import RandomGate
+from cosinegate.gates.controls.random import RandomGate
 from cosinegate.networks import GatedNetwork, ResidualBlock
 from cosinegate.networks.block import PadShortcut
+from cosinegate.runs.files import replacing
+from cosinegate.terminal.errors import UserError
 
 
 class BatchForm(nn.Module):

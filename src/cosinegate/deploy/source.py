@@ -6,17 +6,17 @@ from pathlib import Path
 from omegaconf import DictConfig
 from torch import Tensor
 
-from cosinegate.build import dense_network, reference_flops, reference_network
-from cosinegate.choices import Checkpoint, Dynamic, Validation
+from cosinegate.config.choices import Checkpoint, Dynamic, Validation
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import Network, actions_of, is_card_folder, read_network
-from cosinegate.deploy.compile import Action, Changes, compile_gates
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.deploy.fold import folded
-from cosinegate.errors import UserError
-from cosinegate.load import chosen_path, load_checkpoint, run_folder_of
 from cosinegate.networks import GatedNetwork
+from cosinegate.networks.compile import Action, Changes, compile_gates
 from cosinegate.networks.flops import dense_flops
+from cosinegate.terminal.errors import UserError
+from cosinegate.training.build import dense_network, reference_flops, reference_network
+from cosinegate.training.load import chosen_path, load_checkpoint, run_folder_of
 
 
 @dataclass

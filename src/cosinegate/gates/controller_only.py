@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate import geometry
+from cosinegate.config.schema import CosineGateConfig
 from cosinegate.gates.cosine import Controller, signed_gamma
 from cosinegate.gates.decision import Decision, without_cir
 from cosinegate.gates.gate import Gate, Slot
-from cosinegate.schema import CosineGateConfig
 
 
 class ControllerGate(Gate):

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from cosinegate import geometry
-from cosinegate.choices import Polarity
+from cosinegate.config.choices import Polarity
+from cosinegate.config.schema import CosineGateConfig
 from cosinegate.gates.decision import Decision
 from cosinegate.gates.gate import Gate, Slot
 from cosinegate.geometry import Dots
-from cosinegate.schema import CosineGateConfig
 
 
 class Controller(nn.Module):

@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
-from cosinegate.choices import GateKind
-from cosinegate.gates import aig, constant, controller_only, cosine, random, skipnet
+from cosinegate.config.choices import GateKind
+from cosinegate.config.schema import GateConfig, OpeningConfig
+from cosinegate.gates import controller_only, cosine
+from cosinegate.gates.controls import constant, random
 from cosinegate.gates.gate import Gate, Slot
+from cosinegate.gates.peers import aig, skipnet
 from cosinegate.relaxation import Relaxation
-from cosinegate.schema import GateConfig, OpeningConfig
 
 MAKERS: dict[GateKind, Callable[[Any, Slot], Gate]] = {
     GateKind.cosine: cosine.make,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cosinegate import geometry
-from cosinegate.choices import Shortcut
+from cosinegate.config.choices import Shortcut
 from cosinegate.gates import Decision, Gate
 from cosinegate.geometry import Dots
 

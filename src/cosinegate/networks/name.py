@@ -1,6 +1,6 @@
 """What tables and records call a network."""
 
-from cosinegate.schema import NetworkConfig
+from cosinegate.config.schema import NetworkConfig
 
 
 def network_name(network: NetworkConfig) -> str:

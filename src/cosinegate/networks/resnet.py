@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from cosinegate.choices import Shortcut
+from cosinegate.config.choices import Shortcut
 from cosinegate.gates import Gate
 from cosinegate.networks.block import ResidualBlock, basic_residual, shortcut_path
 from cosinegate.networks.network import GatedNetwork

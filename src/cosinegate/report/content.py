@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cosinegate.analysis.curves import phases
-from cosinegate.analysis.routes import Routes
-from cosinegate.choices import Checkpoint
-from cosinegate.config import is_number
-from cosinegate.console import say
+from cosinegate.callbacks.routes import Routes
+from cosinegate.config.checks import is_number
+from cosinegate.config.choices import Checkpoint
 from cosinegate.deploy.source import is_written_network
-from cosinegate.errors import UserError
 from cosinegate.evaluate import find_routes, load_module
-from cosinegate.foreign import parse_yaml, read_text, value_at
-from cosinegate.record import Row, read_metrics, read_record
+from cosinegate.plots.curves import phases
+from cosinegate.runs.record import Row, read_metrics, read_record
+from cosinegate.runs.untrusted import parse_yaml, read_text, value_at
+from cosinegate.terminal.console import say
+from cosinegate.terminal.errors import UserError
 
 BINS = 40  # of CIR
 CURVES = ("train/acc", "val/acc", "gates/mean", "gates/relaxed_mean", "flops/executed", "schedule/prog")

@@ -12,11 +12,11 @@ from rich.progress import track
 from cosinegate.analysis import pareto
 from cosinegate.analysis.runs import families, find_runs
 from cosinegate.analysis.tables import chosen_folders
-from cosinegate.console import say
-from cosinegate.errors import UserError
-from cosinegate.escape import printable
-from cosinegate.outputs import require_own, write_text
 from cosinegate.report.content import run_content
+from cosinegate.runs.outputs import require_own, write_text
+from cosinegate.terminal.console import say
+from cosinegate.terminal.errors import UserError
+from cosinegate.terminal.escape import printable
 
 HERE = Path(__file__).parent
 OWN = r"<!doctype html>.*<title>CosineGate report</title>"

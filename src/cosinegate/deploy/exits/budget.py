@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate.deploy.exits.fit import pass_through
 from cosinegate.deploy.exits.network import EarlyExitNetwork
-from cosinegate.errors import UserError
 from cosinegate.networks.flops import dense_flops
+from cosinegate.terminal.errors import UserError
 
 STEPS = 60  # of the bisection
 ROUNDING = 5e-4  # a budget is given with three digits

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosinegate import console
-from cosinegate.commands import ExitsConfig
-from cosinegate.config import require_positive
+from cosinegate.config.checks import require_positive
+from cosinegate.config.commands import ExitsConfig
 from cosinegate.deploy.card import CARD, WEIGHTS, described, sha256, write_card, write_weights
 from cosinegate.deploy.exits.budget import path_costs, require_budget, set_budget
 from cosinegate.deploy.exits.figure import MARK, draw_frontier
@@ -19,12 +18,13 @@ from cosinegate.deploy.exits.fit import default_exits, fit_exits, new_exits
 from cosinegate.deploy.exits.network import EarlyExitNetwork
 from cosinegate.deploy.export import forward
 from cosinegate.deploy.source import Source, load_source
-from cosinegate.dynamic import DYNAMIC, routed_percent
-from cosinegate.errors import UserError
-from cosinegate.lock import LOCK, locked
 from cosinegate.networks.name import network_name
-from cosinegate.outputs import naming, require_own, write_text
-from cosinegate.record import Record, now, provenance, read_record, write_record
+from cosinegate.runs.dynamic import DYNAMIC, routed_percent
+from cosinegate.runs.lock import LOCK, locked
+from cosinegate.runs.outputs import naming, require_own, write_text
+from cosinegate.runs.record import Record, now, provenance, read_record, write_record
+from cosinegate.terminal import console
+from cosinegate.terminal.errors import UserError
 
 FRONTIER, FIGURE = "frontier.json", "figures/frontier.png"
 OWN = r'\{\s*"source": .*"fitted_to": '

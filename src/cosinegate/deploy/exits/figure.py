@@ -5,7 +5,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from cosinegate.outputs import save_figure
+from cosinegate.runs.outputs import save_figure
 
 MARK = "CosineGate exits"
 plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name

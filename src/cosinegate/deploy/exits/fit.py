@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.deploy.exits.network import Exit, uncertainty
-from cosinegate.errors import UserError
 from cosinegate.networks import GatedNetwork
+from cosinegate.terminal.errors import UserError
 
 CHUNK = 250  # images at a time
 BATCH, RATE, DECAY = 512, 0.01, 1e-4  # Adam, its rate annealed to zero along a cosine

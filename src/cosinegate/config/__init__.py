@@ -1,0 +1,1 @@
+"""Every key of a config, checked before any work."""

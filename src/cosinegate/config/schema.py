@@ -1,0 +1,343 @@
+"""Every key of a training config: its type, its default, the values that it may have. `conf/` holds what differs.
+
+A key that is younger than a checkpoint has its default there.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, ListConfig
+
+from cosinegate.config.choices import (
+    Annealing,
+    Dataset,
+    GateKind,
+    Polarity,
+    Shortcut,
+    Sided,
+    Target,
+    Validation,
+    Weighting,
+)
+
+DEEPEST, WIDEST = 1202, 4096
+MOST_IMAGES = 10**9
+MOST_THREADS = 1024
+PROFILERS = ("simple", "advanced", "pytorch")
+TORCHVISION = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+
+def allowed(default: Any, is_allowed: Callable[[Any], bool], words: str) -> Any:
+    """A field with its default and its range; `words` end the sentence "must be ..."."""
+    metadata = {"is_allowed": is_allowed, "words": words}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def at_least(least: float, default: Any) -> Any:
+    return allowed(default, lambda v: v >= least, f"at least {least:g}")
+
+
+def within(least: float, most: float, default: Any, unit: str = "") -> Any:
+    return allowed(default, lambda v: least <= v <= most, f"from {least:g} to {most:g}{unit}")
+
+
+def above(bound: float, default: Any) -> Any:
+    return allowed(default, lambda v: v > bound, f"above {bound:g}")
+
+
+def is_plain_name(value: str) -> bool:
+    """Whether it can name a file or a folder, on any disk and in one line.
+
+    Names that begin with a dot are for what is not a run: `.sweeps`, `.lock`.
+    """
+    shown = value.isprintable() and value.strip() == value and not value.startswith(".")
+    return value != "" and shown and "/" not in value and len(value.encode()) <= 150
+
+
+def is_batches(value: Any) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return value is None or (whole and value <= MOST_IMAGES) or (isinstance(value, float) and 0 < value <= 1)
+
+
+def seconds(max_time: str) -> int | None:
+    """Of DD:HH:MM:SS; None where it is something else."""
+    parts = re.fullmatch(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)", max_time)
+    if parts is None:
+        return None
+    return sum(int(part) * unit for part, unit in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def is_devices(value: Any) -> bool:
+    """A number of devices, their indices, or a word that lightning knows. 0 and below -1 it refuses itself."""
+    if isinstance(value, ListConfig | list):
+        return 0 < len(value) <= 256 and all(isinstance(v, int) and 0 <= v <= 256 for v in value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, str) or (whole and abs(value) <= 256)
+
+
+def _images(default: Any) -> Any:
+    return allowed(default, lambda v: 1 <= v <= MOST_IMAGES, f"at least 1 and at most {MOST_IMAGES}")
+
+
+def _batches() -> Any:
+    return allowed(None, is_batches, "null, a number of batches (1, 2, ...) or a fraction (0.0 < x <= 1.0)")
+
+
+@dataclass
+class DataConfig:
+    name: Dataset = MISSING
+    root: str = "data"  # where verified data is kept
+    folder: str | None = None  # a folder that holds the original files; looked at first
+    validation: Validation = Validation.test  # test: as the paper selects; holdout: on training images kept aside
+    holdout: int = _images(5000)  # training images kept for selection with validation: holdout
+    batch_size: int = _images(128)  # over all devices together
+    eval_batch_size: int = _images(1000)
+    drop_last: bool = False
+    crop_padding: int = within(0, 32, 0, " pixels")  # 0: no random crop
+    flip: bool = False
+    mean: list[float] = allowed([], lambda v: all(abs(m) <= 1e6 for m in v), "from -1e6 to 1e6 for each channel")
+    std: list[float] = allowed([], lambda v: all(s >= 1e-6 for s in v), "above 0 for each channel, at least 1e-6")
+
+
+@dataclass
+class NetworkConfig:
+    depth: int = allowed(  # 6n+2
+        20, lambda v: 8 <= v <= DEEPEST and (v - 2) % 6 == 0, f"6n+2: 8, 14, 20, 26, 32, ... up to {DEEPEST}"
+    )
+    blocks: list[int] | None = allowed(  # of each stage, as in [2,2,3]; null: n in all three, as the depth says
+        None,
+        lambda v: v is None or (len(v) == 3 and min(v) >= 1 and sum(v) <= DEEPEST // 2),
+        f"null or three numbers of blocks, each at least 1, together at most {DEEPEST // 2}",
+    )
+    width: int = allowed(16, lambda v: 1 <= v <= WIDEST, f"at least 1 and at most {WIDEST}")  # of the first stage
+    widths: list[int] | None = allowed(  # channels of each stage; null: width, twice and four times that
+        None,
+        lambda v: v is None or (len(v) == 3 and list(v) == sorted(v) and v[0] >= 1 and v[2] <= 4 * WIDEST),
+        f"null or three numbers of channels, none below the one before, from 1 to {4 * WIDEST}",
+    )
+    shortcut: Shortcut = Shortcut.pad  # pad: no parameters; projection
+    post_activation: bool = True
+    torchvision: str | None = allowed(  # torchvision's network; then no other key of these is used
+        None, lambda v: v is None or v in TORCHVISION, f"null or one of {', '.join(TORCHVISION)}"
+    )
+
+
+@dataclass
+class GammaConfig:
+    init: float = -2.5  # γ_0
+    learnable: bool = True
+
+
+@dataclass
+class ControllerConfig:
+    enabled: bool = True
+    reduction: int = at_least(1, default=8)  # hidden units: channels / reduction
+
+
+@dataclass
+class RelaxationConfig:
+    hard: bool = False  # true: straight-through
+    temperature: float = above(0, default=1.0)
+    temperature_end: float = above(0, default=0.1)  # reached in the last epoch, unless annealing is none
+    annealing: Annealing = Annealing.none
+    noise_until: float = within(0, 1, 1.0, " of the run")  # fraction of the run after which the noise is off
+
+
+def _start(default: float | None) -> Any:
+    return allowed(default, lambda v: v is None or 0 < v < 1, "null or between 0 and 1, both excluded")
+
+
+def _threshold(default: float) -> Any:
+    return allowed(default, lambda v: 0 < v < 1, "between 0 and 1, both excluded")
+
+
+def _straight_through(**others: Any) -> Any:
+    return field(default_factory=lambda: RelaxationConfig(hard=True, **others))
+
+
+@dataclass
+class GateConfig:
+    """The gate in every block's slot. Each kind has a schema of its own, and `gate=<kind>` shows its keys alone."""
+
+    kind: GateKind = MISSING
+
+
+@dataclass
+class NoGateConfig(GateConfig):
+    kind: GateKind = GateKind.none
+
+
+@dataclass
+class OpeningConfig(GateConfig):
+    """What gates with a logit have in common."""
+
+    first_blocks: bool = True  # false: the first block of each stage has no gate
+    threshold: float = _threshold(0.45)  # δ: open in evaluation where σ(ℓ) is above it
+    relaxation: RelaxationConfig = field(default_factory=RelaxationConfig)
+
+
+@dataclass
+class CosineGateConfig(OpeningConfig):
+    kind: GateKind = GateKind.cosine
+    polarity: Polarity = Polarity.paper  # paper: high CIR closes (γ < 0, as printed); novelty: high CIR opens
+    gamma: GammaConfig = field(default_factory=GammaConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+
+
+@dataclass
+class SkipNetGateConfig(OpeningConfig):
+    kind: GateKind = GateKind.skipnet
+    threshold: float = _threshold(0.5)
+    relaxation: RelaxationConfig = _straight_through(noise_until=0.0)
+    start: float | None = _start(None)  # how open it starts; null: as its layers are drawn
+
+
+@dataclass
+class AigGateConfig(OpeningConfig):
+    kind: GateKind = GateKind.aig
+    threshold: float = _threshold(0.5)
+    relaxation: RelaxationConfig = _straight_through()
+    start: float | None = _start(0.85)  # how open it starts; null: as its layers are drawn
+    hidden: int = allowed(16, lambda v: 1 <= v <= 1024, "at least 1 and at most 1024")  # units of its first layer
+
+
+@dataclass
+class ConstantGateConfig(OpeningConfig):
+    kind: GateKind = GateKind.constant
+    threshold: float = _threshold(0.5)
+    relaxation: RelaxationConfig = _straight_through()
+    start: float = allowed(0.85, lambda v: 0 < v < 1, "between 0 and 1, both excluded")  # how open it starts
+
+
+@dataclass
+class RandomGateConfig(GateConfig):
+    kind: GateKind = GateKind.random
+    first_blocks: bool = True  # false: the first block of each stage has no gate
+    rate: float = allowed(0.7, lambda v: 0 < v <= 1, "above 0 and at most 1")  # fraction of the images it is open for
+
+
+@dataclass
+class ConsistencyConfig:
+    detach_target: bool = False  # true: the full path is a constant to the consistency term
+
+
+@dataclass
+class ObjectiveConfig:
+    lambda_flops: float = at_least(0, default=3.0)
+    lambda_cons: float = at_least(0, default=0.01)
+    tau_target: float = allowed(0.70, lambda v: 0 < v <= 1, "above 0 and at most 1")
+    weighting: Weighting = Weighting.mean  # what a block counts for in the mean gate: mean (alike) or flops
+    sided: Sided = Sided.one  # one: only a mean gate above tau_target costs; two: below it too
+    target: Target = Target.network  # network: the mean gate of all blocks has the target; block: that of each
+    warmup_epochs: float = at_least(0, default=40.0)  # T_warmup
+    per_step: bool = False  # true: t counts fractions of an epoch
+    consistency: ConsistencyConfig = field(default_factory=ConsistencyConfig)
+
+
+@dataclass
+class OptimizerConfig:
+    """SGD with cosine annealing to zero over trainer.max_epochs."""
+
+    lr: float = above(0, default=0.1)
+    momentum: float = allowed(0.9, lambda v: 0 <= v < 1, "at least 0 and below 1")
+    weight_decay: float = at_least(0, default=5e-4)
+    nesterov: bool = False
+    gate_lr_factor: float = at_least(0, default=1.0)  # of the gates' parameters: their learning rate is this times lr
+    decay_gates: bool = True  # false: no weight decay on the gates' parameters
+
+
+@dataclass
+class TrainerConfig:
+    """Arguments of lightning's Trainer, under their own names."""
+
+    accelerator: str = "cpu"
+    devices: Any = allowed(1, is_devices, "a number of devices up to 256, a list of their indices, or a word")
+    strategy: str = "auto"
+    num_nodes: int = at_least(1, default=1)
+    precision: str = "32-true"
+    max_epochs: int = at_least(1, default=160)
+    max_steps: int = allowed(  # ends training there, in the middle of an epoch too; the record says so
+        -1, lambda v: v == -1 or v >= 1, "at least 1, or -1 for as many as the epochs have"
+    )
+    max_time: str | None = allowed(  # ends training then, over all attempts of a run
+        None, lambda v: v is None or bool(seconds(v)), "null or DD:HH:MM:SS above zero, as in '00:12:00:00'"
+    )
+    limit_train_batches: Any = _batches()
+    limit_val_batches: Any = _batches()
+    limit_test_batches: Any = _batches()
+    overfit_batches: Any = allowed(  # trains on the same ones in every epoch, unshuffled; validates as many
+        0,
+        lambda v: v is not None and not isinstance(v, bool) and (v == 0 or is_batches(v)),
+        "0, a number of batches (1, 2, ...) or a fraction (0.0 < x <= 1.0)",
+    )
+    fast_dev_run: Any = allowed(  # true, or a number of batches: one short epoch of everything, and nothing is kept
+        False, lambda v: isinstance(v, int) and 0 <= v <= MOST_IMAGES, "true, false or a number of batches"
+    )
+    check_val_every_n_epoch: int = at_least(1, default=1)
+    num_sanity_val_steps: int = allowed(0, lambda v: v >= -1, "at least 0, or -1 for all")
+    log_every_n_steps: int = at_least(0, default=1)
+    gradient_clip_val: float | None = allowed(None, lambda v: v is None or v >= 0, "null or at least 0")
+    accumulate_grad_batches: int = at_least(1, default=1)
+    sync_batchnorm: bool = True  # of several devices, BatchNorm sees the global batch
+    deterministic: bool = True
+    detect_anomaly: bool = False
+    profiler: str | None = allowed(  # writes where the time goes into the run's folder
+        None, lambda v: v in (None, *PROFILERS), f"null, {' or '.join(PROFILERS)}"
+    )
+    enable_progress_bar: bool = True
+    enable_model_summary: bool = False
+
+
+@dataclass
+class Config:
+    name: str = allowed("custom", is_plain_name, "a plain folder name, without a slash or a leading dot")
+    seed: int = allowed(0, lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295")
+    threads: int | None = allowed(  # torch threads; null leaves torch's own choice
+        None, lambda v: v is None or 1 <= v <= MOST_THREADS, f"null or from 1 to {MOST_THREADS}"
+    )
+    runs_dir: str = "runs"
+    run_dir: str | None = None  # null: runs_dir/name/<hash of the config>-s<seed>
+    sweep: str | None = allowed(  # the sweep that the run is a job of: +sweeps=... sets it
+        None,
+        lambda v: v is None or is_plain_name(v),
+        "null or a plain file name, without a slash or a leading dot",
+    )
+    save_minutes: float = within(0, 1e6, 10.0)  # the longest time in an epoch without a checkpoint
+    weights: str | None = None  # a run's folder or a checkpoint: this run begins with its weights
+    data: DataConfig = field(default_factory=DataConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)  # lightning callbacks by `_target_`
+    logger: dict[str, Any] = field(default_factory=dict)  # loggers beside metrics.csv, by `_target_`
+
+
+GATES: dict[GateKind, type[GateConfig]] = {
+    GateKind.none: NoGateConfig,
+    GateKind.cosine: CosineGateConfig,
+    GateKind.controller: CosineGateConfig,
+    GateKind.skipnet: SkipNetGateConfig,
+    GateKind.aig: AigGateConfig,
+    GateKind.constant: ConstantGateConfig,
+    GateKind.random: RandomGateConfig,
+}
+
+
+def ranges(schema: type) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """The keys of a schema that have a range, each with its test and the words that end "must be ..."."""
+    fields = {f.name: f.metadata for f in dataclasses.fields(schema)}
+    return {name: (found["is_allowed"], found["words"]) for name, found in fields.items() if found}
+
+
+store = ConfigStore.instance()
+store.store(name="schema", node=Config)
+for kind, schema in GATES.items():
+    store.store(group="gate/schema", name=kind.name, node=schema)

@@ -1,0 +1,28 @@
+"""A control: one learned constant a block. What it closes is closed for every image: pruning, learned by gradient."""
+
+import torch
+from torch import Tensor, nn
+
+from cosinegate.config.schema import ConstantGateConfig
+from cosinegate.gates.decision import Decision, without_cir
+from cosinegate.gates.gate import Gate, Slot
+
+
+class ConstantGate(Gate):
+    """One learned logit, relaxed in training as the others' are."""
+
+    def __init__(self, *, start: float, opening: nn.Module) -> None:
+        super().__init__(opening)
+        self.logit = nn.Parameter(torch.logit(torch.tensor(start)))
+
+    @property
+    def constant(self) -> bool:
+        return self.logit.item() > self.threshold_logit
+
+    def decide(self, x: Tensor, images: Tensor) -> Decision:
+        logit = self.logit + self.logit.new_zeros(len(x))  # a view of a parameter would confuse the FLOP counter
+        return without_cir(self.opening(logit), logit)
+
+
+def make(config: ConstantGateConfig, slot: Slot) -> ConstantGate:
+    return ConstantGate(start=config.start, opening=slot.opening())

@@ -1,0 +1,1 @@
+"""Processes, memory, and what is mended of libraries."""

@@ -1,0 +1,342 @@
+"""A run's folder: the config, metrics.csv (a row an epoch) and record.json, which holds what a table needs."""
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from annotated_types import Predicate
+from hydra.core.hydra_config import HydraConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+
+from cosinegate.config.schema import is_plain_name
+from cosinegate.runs.files import write_atomically
+from cosinegate.runs.untrusted import first_line, read_json, read_text
+from cosinegate.terminal.errors import UserError
+
+FORMAT = 1
+AWAY = "move its folder away to train the run again"
+PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
+PACKAGES += ("onnx", "onnxruntime", "safetensors")
+LARGEST_METRICS = 64 * 2**20  # bytes
+MOST_EPOCHS = 10**9
+
+Row = dict[str, float]
+
+
+def _or_nan(value: Any, check: Callable[[Any], float]) -> float:
+    return value if isinstance(value, float) and math.isnan(value) else check(value)
+
+
+OrNan = WrapValidator(_or_nan)  # of a run that diverged: a page shows a dash, a table refuses it
+PlainName = Annotated[str, Predicate(is_plain_name)]  # some of them name files
+Printable = Annotated[str, Predicate(str.isprintable)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionOrNan = Annotated[Fraction, OrNan]
+Percent = Annotated[float, Field(ge=-1, le=101), OrNan]  # with room for rounding
+Ratio = Annotated[float, Field(ge=0, le=1e6)]  # the dense network = 1
+RatioOrNan = Annotated[Ratio, OrNan]
+Amount = Annotated[float, Field(ge=0, le=1e12)]
+Number = Annotated[int | float, Field(ge=0, le=1e12)]  # a count, which metrics.csv has as a float
+Count = Annotated[int, Field(ge=0, le=MOST_EPOCHS)]
+Epoch = Annotated[int, Field(ge=1, le=MOST_EPOCHS)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+class Part(BaseModel):
+    """A part of a record. Keys of other versions are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what record.json holds: the keys that were given, null or not."""
+        return self.model_dump(exclude_unset=True)
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with other values. Ends with one line where a value is one that no run can have."""
+        content = self.as_dict() | changes
+        try:
+            return self.model_validate(content)
+        except ValidationError as error:
+            raise UserError(f"a run's record cannot hold {_wrong_value(error, content)}") from error
+
+
+class Epochs(Part):
+    planned: Epoch | None = None
+    done: Count
+
+
+class Accuracy(Part):
+    """Of the last and the best validation, and of the test; epochs count from 1."""
+
+    last: FractionOrNan | None = None
+    last_epoch: Count | None = None
+    best: FractionOrNan | None = None
+    best_epoch: Count | None = None
+    best_skip_percent: Percent | None = None
+    epoch_100: FractionOrNan | None = None
+    epoch_100_skip_percent: Percent | None = None
+    test: FractionOrNan | None = None
+    test_of: str | None = None  # the checkpoint
+
+
+class Flops(Part):
+    """Counted as the paper does, executed, and what compiling the gates would leave."""
+
+    counted: RatioOrNan | None = None
+    executed: RatioOrNan | None = None
+    dense_per_image: Annotated[int, Field(ge=0, le=10**18)] | None = None
+    compiled: Ratio | None = None
+
+
+class Compiled(Part):
+    """The compiled network: its FLOPs and blocks, and for how many test images it has the trained network's class."""
+
+    executed: Ratio
+    blocks: Count
+    dynamic_blocks: Count | None = None
+    same_class: Count
+    images: Count
+
+
+class Latency(Part):
+    """How `latency_ms` was measured, and its ratio to the dense network in the same minutes."""
+
+    batch: Count | None = None
+    engine: str | None = None
+    threads: Count | None = None
+    time_ratio: Ratio | None = None
+    measured: str | None = None
+
+
+class Cut(Part):
+    """The keys of the trainer by which a run saw less than its epochs have."""
+
+    max_steps: int | None = None
+    max_time: str | None = None
+    overfit_batches: Number | None = None
+
+
+class Source(Part):
+    """The run that weights were taken from."""
+
+    run: str | None = None
+    checkpoint: str | None = None
+    sha256: str | None = None
+    identity: str | None = None
+    seed: Seed | None = None
+    epochs: Count | None = None
+
+
+class Exits(Part):
+    """Early exits: the network that they were fitted to, where they stand, and at which budget."""
+
+    source: str | None = None
+    after: list[Count] | None = None
+    budget: Ratio | None = None
+    own_accuracy: Fraction | None = None
+    own_executed: Ratio | None = None
+
+
+class Program(Part):
+    """What trains: the commit and the packages."""
+
+    git_commit: str | None = None
+    git_changed: bool | None = None
+    versions: dict[str, Any] | None = None
+
+
+class Span(Program):
+    """The first and the last epoch that a program trained."""
+
+    epochs: Annotated[list[Epoch], Field(min_length=2, max_length=2)]
+
+
+class Record(Program):
+    """What record.json holds. An earlier version, and a run that is not finished, has fewer keys."""
+
+    format: int = FORMAT
+    status: Literal["running", "finished", "stopped", "failed"]
+    error: str | None = None
+    experiment: Printable | None = None
+    identity: PlainName | None = None
+    data: PlainName | None = None
+    seed: Seed | None = None
+    gate: PlainName | None = None
+    signal: str | None = None
+    calibration: str | None = None
+    polarity: str | None = None
+    tau_target: Fraction | None = None
+    lambda_flops: float | None = None
+    selected_on: PlainName | None = None
+    network: PlainName | None = None
+    sweep: str | None = None
+    trunk: Source | None = None
+    weights: Source | None = None
+    epochs: Epochs
+    accuracy: Accuracy = Accuracy()
+    mean_gate: FractionOrNan | None = None
+    skip_percent: Percent | None = None
+    routed_percent: Percent | None = None
+    blocks_open: list[Fraction] | None = None
+    dynamic_blocks: Number | None = None
+    paths: Number | None = None
+    flops: Flops = Flops()
+    compiled: Compiled | None = None
+    exits: Exits | None = None
+    latency_ms: Amount | None = None
+    latency: Latency | None = None
+    parameters: Annotated[int, Field(ge=0)] | None = None
+    gate_parameters: Annotated[int, Field(ge=0)] | None = None
+    images_per_second: Annotated[Amount, OrNan] | None = None
+    seconds: Amount | None = None
+    peak_memory_mib: float | None = None
+    started: str | None = None
+    first_step_at: float | None = None
+    updated: str | None = None
+    ended_early: Printable | None = None
+    cut: Cut | None = None
+    trained_by: list[Span] | None = None
+    command: str | None = None
+    overrides: list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_parts(cls, content: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in content.items() if value is not None or key not in ("accuracy", "flops")}
+
+
+def read_record(folder: Path) -> Record | None:
+    """Returns the record of a run, or None where there is none."""
+    path = folder / "record.json"
+    try:
+        content = read_json(path)
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        if isinstance(error.__cause__, NotADirectoryError):
+            raise UserError(f"{folder}: cannot be a run's folder, for a part of that path is a file") from error
+        raise UserError(f"{error}; {AWAY}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{path} is not a run record of format {FORMAT}; {AWAY}")
+    try:
+        return Record.model_validate(content)
+    except ValidationError as error:
+        wrong = {one["loc"] for one in error.errors() if not one["type"].endswith("_than_equal")}
+        if wrong & {("status",), ("epochs",), ("epochs", "done")}:
+            raise UserError(f"{path} lacks a run's status or epochs; {AWAY}") from error
+        raise UserError(f"{path}: {_wrong_value(error, content)}; {AWAY}") from error
+
+
+def _wrong_value(error: ValidationError, content: Any) -> str:
+    """Returns the first wrong key and its value, in words."""
+    keys = []
+    for key in error.errors(include_url=False, include_context=False)[0]["loc"]:
+        if not isinstance(content, dict) or key not in content:
+            break
+        keys.append(key)
+        content = content[key]
+    return f"{'.'.join(keys)} = {str(content)[:80]}"
+
+
+def require(record: Record, path: Path, *keys: str) -> None:
+    """Ends with one line where one of the keys has no value."""
+    for key in keys:
+        value = attrgetter(key)(record)
+        if value is None or value != value:
+            raise UserError(f"{path}: {key} = {value}")
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Writes record.json, whole or not at all."""
+    content = {"format": FORMAT} | record.as_dict()
+    write_atomically(folder / "record.json", json.dumps(content, indent=2, allow_nan=True) + "\n")
+
+
+def read_metrics(folder: Path) -> dict[int, Row]:
+    """metrics.csv as a row an epoch, by its number from 1; what a row does not have is left out."""
+    path = folder / "metrics.csv"
+    try:
+        text = read_text(path, LARGEST_METRICS)
+    except FileNotFoundError:
+        return {}
+    try:
+        names, *lines = list(csv.reader(io.StringIO(text))) or [["epoch"]]
+        read: dict[int, Row] = {}
+        for number, line in enumerate(lines, 2):
+            if len(line) != len(names):
+                raise ValueError(f"line {number} has {len(line)} values for {len(names)} columns")
+            row = dict(zip(names, line, strict=True))
+            epoch = int(row.pop("epoch"))
+            if epoch in read or not 1 <= epoch <= MOST_EPOCHS:
+                raise ValueError(f"line {number} is of epoch {epoch}: epochs count from 1, each once")
+            read[epoch] = {name: float(value) for name, value in row.items() if value != ""}
+    except (KeyError, ValueError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from error
+    return read
+
+
+def write_metrics(folder: Path, rows: dict[int, Row]) -> None:
+    names = sorted({name for row in rows.values() for name in row})
+    text = io.StringIO()
+    table = csv.DictWriter(text, ["epoch", *names], lineterminator="\n")
+    table.writeheader()
+    for epoch in sorted(rows):
+        table.writerow({"epoch": epoch} | {name: repr(float(value)) for name, value in rows[epoch].items()})
+    write_atomically(folder / "metrics.csv", text.getvalue())
+
+
+def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
+    """Last and best validation accuracy, the epoch of the best (the first, if several), and the gates it had."""
+    validated = {epoch: row for epoch, row in rows.items() if "val/acc" in row}
+    if not validated:
+        return {}
+    best = max(validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
+    found = {
+        "last": validated[max(validated)]["val/acc"],
+        "last_epoch": max(validated),
+        "best": validated[best]["val/acc"],
+        "best_epoch": best,
+        "best_skip_percent": validated[best].get("gates/skip_percent"),
+    }
+    if 100 in validated:
+        found["epoch_100"] = validated[100]["val/acc"]
+        found["epoch_100_skip_percent"] = validated[100].get("gates/skip_percent")
+    return found
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def ended_early(record: Record) -> str | None:
+    """Returns what ended a finished run before its schedule did, in words."""
+    done, planned, by = record.epochs.done, record.epochs.planned, record.ended_early
+    if record.status != "finished" or (by is None and done == (planned or done)):
+        return None
+    return f"{done} of {planned} epochs, ended by {by or 'what its record does not name'}"
+
+
+def provenance() -> dict[str, Any]:
+    """What made the run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--verify", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {
+        "versions": {"python": sys.version.split()[0]} | {package: version(package) for package in PACKAGES},
+        "git_commit": commit.stdout.strip() or None,
+        "git_changed": bool(changed.stdout.strip()) if commit.returncode == 0 else None,
+        "command": " ".join(sys.argv),
+        "overrides": list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None,
+    }

@@ -1,0 +1,60 @@
+"""What a person sees in the terminal. Plain text where there is no terminal, no colour where NO_COLOR asks for none."""
+
+import sys
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cosinegate.terminal.escape import printable
+from cosinegate.terminal.secrets import masked
+
+BARS = "·▁▂▃▄▅▆▇█"
+
+
+def say(words: str) -> None:
+    """A line, from the first of several processes alone."""
+    if is_first_process():
+        Console(highlight=False, soft_wrap=True).print(printable(masked(words)), markup=False, emoji=False)
+
+
+def complain(words: str) -> None:
+    """A line on stderr."""
+    print(printable(masked(words)), file=sys.stderr)
+
+
+def cell(words: str) -> Text:
+    """Words of a table as they are: without markup, and without what a terminal would obey."""
+    return Text(printable(words))
+
+
+def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Words in the first column, figures in the others."""
+    table = Table(title=cell(title), title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    terminal = Console()
+    widest = terminal.measure(table, options=terminal.options.update(width=500)).maximum
+    Console(width=max(terminal.width, widest)).print(table)  # rather wrapped by the terminal than cut off
+
+
+def bars(shares: list[float]) -> str:
+    """A letter a block: how many of the images compute it."""
+    return "".join(BARS[round(share * (len(BARS) - 1))] for share in shares)
+
+
+def is_first_process() -> bool:
+    return getattr(rank_zero_only, "rank", 0) == 0  # lightning sets it where it is loaded
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f}%"

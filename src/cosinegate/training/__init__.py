@@ -1,0 +1,1 @@
+"""From a config to a run that starts, goes on, or is loaded."""

@@ -1,0 +1,128 @@
+"""Where a run starts: what it is, whether its folder is free, and from which epoch it goes on."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+
+from cosinegate.callbacks.checkpoints import LAST, PREVIOUS
+from cosinegate.callbacks.kept import KeptCallbacks
+from cosinegate.config.identity import identity, run_folder
+from cosinegate.lit import LitCosineGate
+from cosinegate.networks.name import network_name
+from cosinegate.runs.files import write_atomically
+from cosinegate.runs.folder import link_latest, remove_scraps
+from cosinegate.runs.lock import locked
+from cosinegate.runs.record import Record, read_record
+from cosinegate.terminal import console
+from cosinegate.terminal.errors import UserError
+from cosinegate.terminal.signals import StopRequest, taking_signals
+from cosinegate.training.resume import ResumePoint, find_resume_point
+
+MOST_LOOKED_AT = 1000
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def run_facts(config: DictConfig) -> dict[str, Any]:
+    """What the record says of a run before it starts."""
+    gate = config.gate
+    return {
+        "experiment": config.name,
+        "identity": identity(config),
+        "data": config.data.name.name,
+        "seed": config.seed,
+        "gate": gate.kind.name,
+        "polarity": gate.polarity.name if "polarity" in gate else None,
+        "tau_target": config.objective.tau_target,
+        "lambda_flops": config.objective.lambda_flops,
+        "selected_on": config.data.validation.name,
+        "network": network_name(config.network),
+        "sweep": config.sweep,
+    }
+
+
+@contextlib.contextmanager
+def holding(folder: Path, stop: StopRequest, wait: bool) -> Iterator[None]:
+    """Holds the run's folder and takes signals while it trains. A job of a sweep waits for an earlier one at work."""
+    lock = contextlib.nullcontext() if rank_zero_only.rank > 0 else locked(folder, wait=wait)
+    with lock, taking_signals(stop), writing_in(folder):
+        yield
+
+
+def go_on(
+    folder: Path,
+    config: DictConfig,
+    before: Record | None,
+    module: LitCosineGate,
+    trainer: L.Trainer,
+    kept: KeptCallbacks,
+    job: str | None,
+) -> Path | None:
+    """The checkpoint from which the run goes on, if there is one. The folder then says that it is this run's."""
+    kept.metrics.read()
+    point = find_resume_point(folder, config, before, kept.metrics.rows, module)
+    if rank_zero_only.rank == 0:
+        _clear(folder, point)
+    kept.metrics.rows = {epoch: row for epoch, row in kept.metrics.rows.items() if epoch <= point.epochs}
+    changed = kept.record.start(trainer, before, point.epochs, point.inside)
+    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+    if rank_zero_only.rank == 0 and folder.parent == Path(config.runs_dir) / config.name:
+        link_latest(folder)
+    if job is None:
+        console.say(f"{'resuming' if point.path else 'training'} {config.name} in {folder}")
+    if changed:
+        console.say(f"{folder}: from epoch {point.epochs + 1} on another program trains it: {changed}")
+    return point.path
+
+
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """A disk that is full or read-only is answered with a line. What was written before is whole."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_WRITTEN:
+            raise
+        words = "the earlier files are as they were; make room and start the same command again to go on"
+        raise UserError(f"{folder}: cannot be written: {error.strerror}; {words}") from error
+
+
+def _clear(folder: Path, point: ResumePoint) -> None:
+    """Puts away what earlier starts left: a damaged checkpoint, a traceback, half a file."""
+    if point.last_is_damaged:
+        last = folder / "checkpoints" / LAST
+        console.say(f"{last} is damaged: going on from {PREVIOUS}, the one before it")
+        last.replace(last.with_name("damaged.ckpt"))
+    (folder / "traceback.txt").unlink(missing_ok=True)
+    remove_scraps(folder)
+
+
+def is_finished(record: Record | None) -> bool:
+    return record is not None and record.status == "finished"
+
+
+def name_another_schedule(config: DictConfig, folder: Path) -> None:
+    """Prints one line where more epochs of a finished run are asked for: that run begins anew."""
+    if config.weights is not None:
+        return
+    others = sorted(folder.parent.glob(f"*-s{config.seed}"))[:MOST_LOOKED_AT]
+    planned = {record.epochs.planned for other in others if (record := _finished_record(other))}
+    for epochs in planned - {config.trainer.max_epochs, None}:
+        other = run_folder(OmegaConf.merge(config, {"run_dir": None, "trainer": {"max_epochs": epochs}}))
+        if _finished_record(other):
+            words = f"{config.trainer.max_epochs} are another schedule, hence another run, which begins anew"
+            console.say(f"{other} is this run on {epochs} epochs; {words}, or with those weights by weights={other}")
+            return
+
+
+def _finished_record(folder: Path) -> Record | None:
+    try:
+        record = read_record(folder)
+    except UserError:
+        return None
+    return record if is_finished(record) else None
