@@ -69,6 +69,7 @@ run-is-missing:
 test: setup browser ## lint, and every test that needs no download
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
+	$(BIN)/lint-imports --no-cache >/dev/null || { $(BIN)/lint-imports --no-cache; exit 1; }
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 browser: # Debian's chromium for the report's tests, where it can be installed

@@ -150,9 +150,8 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
         table.add_column(f"{block}", justify="right")
     for index, name in enumerate(classes):
         right = summary.correct[index] / summary.count[index].clamp_min(1)
-        table.add_row(
-            name, console.percent(right.item()), *(f"{share:.2f}" for share in summary.open_by_class[index].tolist())
-        )
+        open_fractions = (f"{fraction:.2f}" for fraction in summary.open_by_class[index].tolist())
+        table.add_row(name, console.percent(right.item()), *open_fractions)
     table.add_section()
     right = summary.correct.sum() / summary.count.sum()
     table.add_row("all", console.percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))

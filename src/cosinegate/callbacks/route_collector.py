@@ -43,7 +43,8 @@ class RouteCollector(L.Callback):
         if not any(isinstance(gate, CosineGate) for gate in gates):  # a gate of another paper looks at no CIR
             self.routes = Routes(index, label, predicted, computed, None, None)
             return
-        gamma = np.array([gate.gamma.item() if gate else np.nan for gate in gates])
-        threshold = np.array([gate.threshold_logit if gate else np.nan for gate in gates])
+        compares = [gate if isinstance(gate, CosineGate) else None for gate in gates]
+        gamma = np.array([gate.gamma.item() if gate else np.nan for gate in compares])
+        threshold = np.array([gate.threshold_logit if gate else np.nan for gate in compares])
         offset = (logits / gamma - cir).mean(0)  # c(x) of ℓ = γ·(CIR + c(x))
         self.routes = Routes(index, label, predicted, computed, cir, threshold / gamma - offset)

@@ -109,7 +109,7 @@ class ExitsConfig:
     run: str = MISSING
     checkpoint: Checkpoint | None = None
     output: str | None = None
-    budgets: list[float] = MISSING
+    budgets: list[float] | None = None
     after: list[int] | None = None
     dynamic: Dynamic = MISSING
     tolerance: float = MISSING

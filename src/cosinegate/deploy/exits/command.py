@@ -34,10 +34,9 @@ RUN = re.compile(r"[0-9a-f]{10}-s\d+")
 def exits(asked: ExitsConfig) -> dict[str, Any]:
     """Fits the exits, sets the threshold for every budget, and writes the folder; returns what the frontier holds."""
     require_positive(asked, "threads", "images")
-    if not asked.budgets or not all(budget > 0 for budget in asked.budgets):
-        raise UserError(
-            f"budgets = {list(asked.budgets)}: must be FLOPs over the network's own, as in budgets=[0.6,0.7]"
-        )
+    if asked.budgets is not None and (not asked.budgets or min(asked.budgets) <= 0):
+        words = "must be FLOPs over the network's own, as in budgets=[0.6,0.7]"
+        raise UserError(f"budgets = {list(asked.budgets)}: {words}")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     source = load_source(asked.run, asked.checkpoint, asked.root, asked.data_folder)
@@ -54,17 +53,24 @@ def exits(asked: ExitsConfig) -> dict[str, Any]:
     folder = output_folder(source, asked)
     _require_own(folder)
     costs = path_costs(EarlyExitNetwork(network, new_exits(network, after, images[:1])), images[:1])
-    for budget in asked.budgets:
+    budgets = default_budgets(costs) if asked.budgets is None else list(asked.budgets)
+    for budget in budgets:
         require_budget(budget, costs)
     console.say(f"fitting exits after blocks {', '.join(map(str, after))} to {len(images)} training images")
     early = EarlyExitNetwork(network, fit_exits(network, after, images, labels)).eval()
     early.requires_grad_(False)
     facts = {"source": str(source.path), "fitted_to": len(images), "folder": str(folder)}
-    found = facts | frontier(source, network, early, list(asked.budgets))
-    set_budget(early, asked.budgets[0], source.held_out())
+    found = facts | frontier(source, network, early, budgets)
+    set_budget(early, budgets[0], source.held_out())
     with naming(folder), locked(folder, wait=False):
         _write(source, early, found, folder)
     return found
+
+
+def default_budgets(costs: Tensor) -> list[float]:
+    """Three budgets between the least and the most that paths of these costs (E + 1,) take, the middle one first."""
+    least, most = costs[0].item(), min(costs[-1].item(), 1.0)
+    return [round(least + part * (most - least), 3) for part in (0.5, 0.25, 0.75)]
 
 
 def training_images(source: Source, number: int | None) -> tuple[Tensor, Tensor]:
@@ -81,7 +87,8 @@ def output_folder(source: Source, asked: ExitsConfig) -> Path:
         return Path(asked.output)
     run = source.folder if RUN.fullmatch(source.folder.name) else source.folder.parent
     runs_dir = run.parent.parent if RUN.fullmatch(run.name) else Path("runs")
-    options = [str(asked.after), asked.dynamic.name, asked.tolerance, asked.images, list(asked.budgets)]
+    budgets = None if asked.budgets is None else list(asked.budgets)
+    options = [str(asked.after), asked.dynamic.name, asked.tolerance, asked.images, budgets]
     digest = hashlib.sha256(json.dumps([sha256(source.path) if source.path.is_file() else "", *options]).encode())
     return runs_dir / f"{source.config.name}_exits" / f"{digest.hexdigest()[:10]}-s{source.config.seed}"
 
