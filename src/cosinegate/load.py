@@ -51,9 +51,11 @@ def _require_own_run(stored: dict[str, Any], path: Path) -> None:
     run, folder = stored.get("run"), path.parent.parent
     if path.parent.name != "checkpoints" or not isinstance(run, dict):  # an earlier version did not say
         return
-    for key, ours in (read_record(folder) or {}).items():
-        if key in ("identity", "seed") and run.get(key) != ours:
-            raise UserError(f"{path} is of another run: its {key} is {run.get(key)}, that of {folder} is {ours}")
+    record = read_record(folder) or {}
+    for key in ("identity", "seed"):
+        theirs, ours = run.get(key), record.get(key)
+        if None not in (theirs, ours) and theirs != ours:  # what is not recorded contradicts nothing
+            raise UserError(f"{path} is of another run: its {key} is {theirs}, that of {folder} is {ours}")
 
 
 def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
