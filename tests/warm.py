@@ -28,7 +28,7 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 ADDRESS = "COSINEGATE_WARM_PROCESS"
 # not onnxruntime: a process forked from one that has it does not end
-ROOMS = ["train", "sweeps.search", "sweeps.jobs", "evaluate", "analysis.pareto", "analysis.peers", "report.page", "report.content"]
+ROOMS = ["train", "sweeps.search", "sweeps.jobs", "evaluate", "analysis.pareto", "analysis.peers", "report.page"]
 ROOMS = [*(f"cosinegate.{room}" for room in ROOMS), "sklearn.datasets", "wandb.sdk.launch"]  # wandb.init imports that
 
 

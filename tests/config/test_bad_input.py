@@ -219,7 +219,7 @@ CASES = [  # the command line, what the line says, and the environment
     ("exits run=good budgets=[]", "budgets = []: must be FLOPs over the network's own"),
     ("exits run=good budgets=[0.7,-1]", "budgets = [0.7, -1.0]"),
     ("exits run=good budgets=[nan]", "budgets = [nan]"),
-    ("exits run=good after=[9]", "after = [9]: block 9 has no exit to stand after it"),
+    ("exits run=good after=[9]", "after = [9]: must be blocks that run and that another one follows"),
     ("exits run=good images=0", "images = 0"),
     ("exits run=good after=[0] output=theirs", "is there and holds no exits"),
     ("exits run=good after=[0] output=file/x", "cannot be written"),

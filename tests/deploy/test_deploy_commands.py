@@ -60,7 +60,7 @@ def ask(command: str, *overrides: str) -> dict:
 
 
 def test_quickstart_trains_compiles_exports_and_times(run):
-    words, record = (run / "words").read_text(), read_record(run)
+    words, record = (run / "words").read_text(), read_record(run).as_dict()
     compiled = record["compiled"]
     assert record["flops"]["compiled"] == compiled["executed"]
     assert compiled["images"] == 359
@@ -83,7 +83,7 @@ def test_quickstart_trains_compiles_exports_and_times(run):
 
 
 def test_export_writes_every_form_and_compares_it_on_the_whole_test_set(run):
-    folder, record, words = run / "export", read_record(run), (run / "words").read_text()
+    folder, record, words = run / "export", read_record(run).as_dict(), (run / "words").read_text()
     card = json.loads((folder / "card.json").read_text())
     assert sorted(path.name for path in folder.iterdir()) == ["card.json", *sorted(card["files"])]
     assert sorted(card["files"]) == ["int8.onnx", "network.onnx", "weights.safetensors"]
@@ -146,7 +146,7 @@ def test_an_export_is_evaluated_as_its_run_is(run):
     assert theirs["accuracy"] == pytest.approx(own["accuracy"])
     assert theirs["loss"] == pytest.approx(own["loss"], abs=1e-4)
     assert theirs["mean_gate"] == own["mean_gate"]
-    assert theirs["flops"]["executed"] == pytest.approx(read_record(run)["flops"]["compiled"], rel=1e-6)
+    assert theirs["flops"]["executed"] == pytest.approx(read_record(run).flops.compiled, rel=1e-6)
     assert own["flops"]["executed"] > 1 > theirs["flops"]["executed"]
 
 
@@ -204,7 +204,7 @@ def test_a_run_without_the_figure_gets_it_from_its_export_and_the_frontier_shows
     (older / "export" / "labels.txt").write_text("keep me")
     (older / "export" / "network.onnx").write_bytes(b"an older one")
     ask("export", f"run={older}")
-    assert read_record(older)["compiled"] == read_record(run)["compiled"]
+    assert read_record(older).compiled == read_record(run).compiled
     assert (older / "export" / "labels.txt").read_text() == "keep me"  # and nothing but the export is replaced
     assert (older / "export" / "network.onnx").stat().st_size > 1000
     assert not list(older.glob(".export*"))
@@ -248,7 +248,7 @@ def test_only_the_checkpoint_that_was_tested_is_the_records(run, tmp_path):
     last, best = (copied / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
     assert (is_the_records(last), is_the_records(best)) == (True, False)
     record = read_record(copied)
-    write_record(copied, record | {"accuracy": record["accuracy"] | {"test_of": "best"}})
+    write_record(copied, record.replace(accuracy=record.accuracy.replace(test_of="best").as_dict()))
     assert (is_the_records(last), is_the_records(best)) == (False, True)
     (copied / "record.json").unlink()
     assert not is_the_records(last)
@@ -320,8 +320,8 @@ def test_runs_are_timed_against_the_network_of_their_depth_however_their_blocks_
         train(config("+experiment=digits", *asked, *short, *blocks, f"run_dir={tmp_path / name}"))
     few = ("batches=[1]", "images=16", "rounds=1", "compile=false")
     timed = ask("benchmark", f"run={tmp_path / 'run'}", f"against=[{tmp_path / 'dense'}]", *few)
-    assert read_record(tmp_path / "dense")["latency_ms"] > 0
-    assert read_record(tmp_path / "dense")["latency"]["time_ratio"] > 0
+    assert read_record(tmp_path / "dense").latency_ms > 0
+    assert read_record(tmp_path / "dense").latency.time_ratio > 0
     source = load_source(str(tmp_path / "run"))
     assert [block.residual[0].out_channels for block in source.dense().blocks] == [8] * 2 + [16] * 2 + [32] * 2
     images = source.data.whole_images("test", 16)[0]

@@ -228,19 +228,19 @@ def test_the_folder_has_a_frontier_of_the_budgets(run, made):
         "record.json",
         "weights.safetensors",
     }
-    found, record = json.loads((made / "frontier.json").read_text()), read_record(made)
+    found, record = json.loads((made / "frontier.json").read_text()), read_record(made).as_dict()
     assert [point["budget"] for point in found["points"]] == [0.9, 0.85, 1.0]
     for point in found["points"]:
         assert point["executed_of_own"] == pytest.approx(point["budget"], abs=0.05)  # on images of the test set
         assert point["paths"] == 2
-    assert found["own"]["accuracy"] == pytest.approx(read_record(run)["accuracy"]["test"])
+    assert found["own"]["accuracy"] == pytest.approx(read_record(run).accuracy.test)
     assert (made / "figures" / "frontier.png").read_bytes()[:4] == b"\x89PNG"
     first = found["points"][0]
     assert record["accuracy"]["test"] == first["accuracy"]
     assert record["blocks_open"] == first["open"]
     assert record["exits"]["after"] == found["after"] == [2]
     assert (record["status"], record["gate"], record["experiment"]) == ("finished", "exits", "digits_exits")
-    assert record["epochs"] == read_record(run)["epochs"]
+    assert record["epochs"] == read_record(run).epochs.as_dict()
     _, early, _ = read_network(made)
     assert early.threshold.item() == first["threshold"]
     trained = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
@@ -250,7 +250,7 @@ def test_the_folder_has_a_frontier_of_the_budgets(run, made):
 
 def test_what_is_written_is_evaluated_and_reported(made):
     result, *_ = evaluate(config(f"run={made}", "threads=1", config_name="evaluate"))
-    record = read_record(made)
+    record = read_record(made).as_dict()
     assert result["experiment"] == "digits_exits"
     assert result["accuracy"] == pytest.approx(record["accuracy"]["test"])
     assert result["mean_gate"] == pytest.approx(record["mean_gate"])
@@ -279,7 +279,7 @@ def test_it_is_exported_with_a_form_for_one_image_and_timed(made):
     assert timed["model"] == "exits"
     rows = [row for row in timed["rows"] if (row["model"], row["engine"]) == ("exits", "onnxruntime")]
     assert [set(row["ways"]) for row in rows] == [{"whole", "one image"}, {"whole", "image by image"}]
-    assert read_record(made)["latency_ms"] > 0
+    assert read_record(made).latency_ms > 0
 
 
 def test_a_second_call_writes_over_its_own_files_alone(run, made):

@@ -69,7 +69,7 @@ def run(request, tmp_path_factory):
 @pytest.mark.parametrize("gate", GATES)
 def test_every_gate_trains_to_its_golden_loss(gate, in_double, tmp_path):
     of = chosen(gate, *SHORT, in_double, f"runs_dir={tmp_path}")
-    assert train(of)["status"] == "finished"
+    assert train(of).status == "finished"
     assert read_metrics(Path(of.run_dir))[2]["train/loss"] == pytest.approx(GOLDEN[gate], rel=1e-5)
 
 

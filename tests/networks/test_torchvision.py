@@ -77,7 +77,7 @@ def test_it_trains_through_the_program_and_is_compiled_and_exported(network, gat
     short += [f"trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test")]
     objective = "per_block" if gate == "aig" else "cosinegate"
     chosen = config(f"network={network}", f"gate={gate}", f"objective={objective}", *short, f"runs_dir={tmp_path}")
-    record = train(chosen)
+    record = train(chosen).as_dict()
     blocks = {"resnet18": 8, "resnet50": 16}[network]
     assert (record["status"], record["network"]) == ("finished", f"torchvision-{network}")
     assert len(record["blocks_open"]) == blocks

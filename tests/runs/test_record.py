@@ -128,5 +128,5 @@ def test_a_record_never_gets_a_value_that_it_could_not_be_read_with(tmp_path):
 
 
 def test_reading_records_needs_no_torch():
-    words = "import sys, cosinegate.record; sys.exit('torch' in sys.modules)"
+    words = "import sys, cosinegate.runs.record; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], cwd=ROOT / "src", check=False).returncode == 0

@@ -237,7 +237,7 @@ def test_no_secret_is_in_what_a_run_writes_or_says(tmp_path):
     ]
     done = process("src/train.py", *words, **secrets)
     assert done.returncode == 0, done.stderr
-    assert "+logger.wandb.notes=(secret)(secret)" in read_record(tmp_path / "run")["command"]
+    assert "+logger.wandb.notes=(secret)(secret)" in read_record(tmp_path / "run").command
     write_report([tmp_path / "run"], tmp_path / "run" / "report.html", limit_batches=1)
     stored = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
     assert stored["hyper_parameters"]["logger"]["wandb"]["notes"] == "(secret)(secret)"

@@ -34,7 +34,7 @@ RUN = re.compile(r"[0-9a-f]{10}-s\d+")
 def exits(asked: ExitsConfig) -> dict[str, Any]:
     """Fits the exits, sets the threshold for every budget, and writes the folder; returns what the frontier holds."""
     require_positive(asked, "threads", "images")
-    if asked.budgets is not None and (not asked.budgets or min(asked.budgets) <= 0):
+    if asked.budgets is not None and not (asked.budgets and all(budget > 0 for budget in asked.budgets)):
         words = "must be FLOPs over the network's own, as in budgets=[0.6,0.7]"
         raise UserError(f"budgets = {list(asked.budgets)}: {words}")
     if asked.threads is not None:
