@@ -57,7 +57,7 @@ dashboard: setup ## save the W&B workspace of the project (needs an account)
 export: $(if $(RUN),setup,run-is-missing) ## ONNX, int8 and safetensors of a run: make export RUN=runs/balanced/<run>
 	$(BIN)/python src/export.py run=$(RUN) $(ARGS)
 
-exits: $(if $(RUN),setup,run-is-missing) ## give a trained run early exits: make exits RUN=runs/resnet20/<run> ARGS='budgets=[0.7]'
+exits: $(if $(RUN),setup,run-is-missing) ## give a trained run early exits: make exits RUN=runs/resnet20/<run> ARGS='budgets=[0.9]'
 	$(BIN)/python src/exits.py run=$(RUN) $(ARGS)
 
 bench-deploy: $(if $(RUN),setup,run-is-missing) ## time a run's deployed forms against the dense network: make bench-deploy RUN=...

@@ -1,4 +1,4 @@
-"""Give a trained network early exits: `python src/exits.py run=runs/resnet20/<run> budgets=[0.7]`."""
+"""Give a trained network early exits: `python src/exits.py run=runs/resnet20/<run> budgets=[0.9]`."""
 
 from omegaconf import DictConfig
 

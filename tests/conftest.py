@@ -48,7 +48,7 @@ LONGEST += ["pareto", "sweeps", "run_folder"]
 # what computes: a processor's way to add must not show (make test-processors)
 NUMERIC = ["compile", "deploy", "deploy_commands", "evaluate", "exits", "experiments", "flops", "gate_equations"]
 NUMERIC += ["gates", "geometry", "losses", "network", "objective", "onnx", "processes", "relaxation", "resume"]
-NUMERIC += ["routes", "runtime", "torchvision"]
+NUMERIC += ["properties", "routes", "runtime", "torchvision"]
 
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
@@ -132,6 +132,12 @@ def assert_one_line(done: subprocess.CompletedProcess, *fragments: str) -> None:
     assert "Traceback" not in done.stdout + done.stderr
     for fragment in fragments:
         assert fragment in lines[0]
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> None:
+    """A command that an earlier test ran in this process may have set another number."""
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
-from conftest import ROOT, config
+from conftest import ROOT, THREADS, config
 
 from cosinegate.data.loader import EpochOrder
 from cosinegate.lit import LitCosineGate
@@ -15,7 +15,7 @@ from cosinegate.training.build import build_module
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 SHORT = ["data=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1"]
-SHORT += ["trainer.limit_test_batches=1", "threads=1"]
+SHORT += ["trainer.limit_test_batches=1", f"threads={THREADS}"]
 
 # train/loss after two epochs of three batches on the digits, in double precision; a change that should not move it must
 # not. In float32 a processor's way to add shows in the third digit by then.
@@ -45,7 +45,9 @@ def test_every_experiment_trains_on_digits_to_its_golden_loss(experiment, in_dou
     assert record.experiment == experiment
     rows = read_metrics(folder)
     assert sorted(rows) == [1, 2]
-    assert rows[2]["train/loss"] == pytest.approx(GOLDEN[experiment], rel=1e-5)
+    loss = rows[2]["train/loss"]
+    assert experiment in GOLDEN, f'a new experiment: add "{experiment}": {loss!r} to GOLDEN'
+    assert loss == pytest.approx(GOLDEN[experiment], rel=1e-5)
 
 
 def test_the_penalty_has_its_golden_loss_too(in_double, tmp_path):

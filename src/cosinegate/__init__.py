@@ -1,4 +1,4 @@
-"""CosineGate: residual networks that ask, for each sample, whether a block is worth computing."""
+"""CosineGate: residual networks whose blocks a gate opens or closes for each sample."""
 
 import sys
 from importlib.abc import MetaPathFinder

@@ -47,7 +47,7 @@ def anneal(annealing: Annealing, start: float, end: float, progress: float) -> f
 
 
 class Relaxation(nn.Module):
-    """One for all gates of a network. Callbacks move what training looks at; evaluation never looks at it."""
+    """One for all gates of a network. Callbacks move its temperature and noise; evaluation uses neither."""
 
     def __init__(self, temperature: float, hard: bool, threshold: float, noisy: bool = True) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from deployed import (
     labels,
     network_of,
     with_exits,
+    write,
 )
 from same_routes import near_exit
 
@@ -32,12 +33,13 @@ from cosinegate.deploy.exits.budget import exit_logits, mean_cost, path_costs, s
 from cosinegate.deploy.exits.command import exits as exits_command
 from cosinegate.deploy.exits.fit import default_exits, fit_exits, new_exits
 from cosinegate.evaluate import evaluate
-from cosinegate.networks.compile import compile_gates
+from cosinegate.networks.compile import Action, compile_gates
 from cosinegate.networks.flops import dense_flops, forward_flops
 from cosinegate.report.content import run_content
 from cosinegate.runs.record import read_record
 from cosinegate.terminal.errors import UserError
 from cosinegate.train import train
+from cosinegate.training.load import load_checkpoint
 
 AFTER = [2, 3]
 
@@ -331,3 +333,21 @@ def test_what_has_exits_or_is_not_finished_gets_none(run, made, tmp_path):
     train(short)
     with pytest.raises(UserError, match="its last stage has one block alone"):
         ask(f"run={tmp_path / 'r'}")
+
+
+def test_exits_of_two_exports_have_a_folder_each_and_their_runs_epochs(run, tmp_path):
+    """An export has no record of its own: it lies in its run's folder."""
+    folders = []
+    for index in range(2):
+        trained = shutil.copytree(run, tmp_path / "runs" / "digits" / f"{index:010x}-s0")
+        module, of = load_checkpoint(trained / "checkpoints" / "last.ckpt")
+        with torch.no_grad():
+            module.network.head.bias += index
+        write(module.network, of, [Action.ungated] * 4, trained / "export")
+        found = ask(f"run={trained / 'export'}", "images=64")
+        folders.append(Path(found["folder"]))
+        record = read_record(folders[-1])
+        assert record.epochs == read_record(trained).epochs
+        assert folders[-1].name == f"{record.identity}-s0"
+    assert folders[0] != folders[1]
+    assert {folder.parent for folder in folders} == {tmp_path / "runs" / "digits_exits"}

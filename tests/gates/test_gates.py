@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import onnx
 import pytest
 import torch
-from conftest import ROOT, config
+from conftest import ROOT, THREADS, config
 from deployed import assert_same
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -20,6 +20,7 @@ from cosinegate.deploy.int8 import is_of_gate, write_int8
 from cosinegate.deploy.onnx_forms import BatchForm, require_exportable, run_onnx, session, write_onnx
 from cosinegate.deploy.runtime import Runtime
 from cosinegate.deploy.source import load_source, require_something_to_deploy
+from cosinegate.gates.controls.constant import ConstantGate
 from cosinegate.gates.controls.random import RandomGate
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks.flops import dense_flops, forward_flops
@@ -31,7 +32,7 @@ from cosinegate.training.load import load_checkpoint
 
 GATES = sorted(path.stem for path in (ROOT / "conf" / "gate").glob("*.yaml"))
 LOSS = {"aig": "per_block", "random": "plain", "skipnet": "two_sided", "constant": "two_sided"}
-SMALL = ["data=digits", "network.depth=14", "network.width=4", "threads=1", "objective.warmup_epochs=0"]
+SMALL = ["data=digits", "network.depth=14", "network.width=4", f"threads={THREADS}", "objective.warmup_epochs=0"]
 SHORT = ["trainer.max_epochs=2", *(f"trainer.limit_{stage}_batches=1" for stage in ("val", "test"))]
 SHORT += ["trainer.limit_train_batches=3", "+callbacks.fault._target_=faults.Fault", "+callbacks.fault.seed=0"]
 
@@ -70,7 +71,9 @@ def run(request, tmp_path_factory):
 def test_every_gate_trains_to_its_golden_loss(gate, in_double, tmp_path):
     of = chosen(gate, *SHORT, in_double, f"runs_dir={tmp_path}")
     assert train(of).status == "finished"
-    assert read_metrics(Path(of.run_dir))[2]["train/loss"] == pytest.approx(GOLDEN[gate], rel=1e-5)
+    loss = read_metrics(Path(of.run_dir))[2]["train/loss"]
+    assert gate in GOLDEN, f'a new gate: add "{gate}": {loss!r} to GOLDEN'
+    assert loss == pytest.approx(GOLDEN[gate], rel=1e-5)
 
 
 def test_every_gate_ends_a_stopped_run_as_one_that_never_stopped(run, tmp_path, monkeypatch):
@@ -129,7 +132,7 @@ def let_route(network, x: torch.Tensor) -> None:
         gate = block.gate
         if gate is not None and not isinstance(gate, RandomGate):
             gate.opening = copy.deepcopy(gate.opening)
-            if gate.constant is not None:
+            if isinstance(gate, ConstantGate):
                 gate.logit.fill_(3.0 - 6.0 * (index % 2))
             else:
                 chance = block(y.clone(), x)[1].decision.logit.sigmoid().sort().values

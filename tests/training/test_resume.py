@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import config, process, started
+from conftest import THREADS, config, process, started
 
 from cosinegate.config.identity import run_folder
 from cosinegate.lit import LitCosineGate
@@ -17,7 +17,7 @@ from cosinegate.terminal.signals import Stopped
 from cosinegate.train import train
 
 TINY = ["data=digits", "trainer.max_epochs=3", "trainer.limit_train_batches=4", "trainer.limit_val_batches=2"]
-TINY += ["trainer.limit_test_batches=1", "data.batch_size=32", "data.eval_batch_size=64", "threads=1"]
+TINY += ["trainer.limit_test_batches=1", "data.batch_size=32", "data.eval_batch_size=64", f"threads={THREADS}"]
 TINY += ["callbacks.curves=null"]
 KINDS = {
     "soft": ["+experiment=digits"],

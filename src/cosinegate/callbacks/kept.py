@@ -27,7 +27,7 @@ from cosinegate.terminal.signals import StopRequest
 
 
 class KeptCallbacks:
-    """`first` set what training looks at, `last` keep what it came to; `dense_flops` are an image's without gates."""
+    """The callbacks `first` set the schedule, those that come `last` keep what was logged."""
 
     def __init__(
         self, config: DictConfig, folder: Path, facts: dict[str, Any], dense_flops: int, job: str | None

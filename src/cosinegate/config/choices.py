@@ -74,7 +74,7 @@ class Weighting(Enum):
 
 
 class Checkpoint(Enum):
-    """Which of a run's checkpoints to look at."""
+    """Which of a run's checkpoints to load."""
 
     last = "last"
     best = "best"

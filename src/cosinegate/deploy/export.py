@@ -242,7 +242,7 @@ def _into_record(folder: Path, card: dict[str, Any], changes: Changes) -> None:
 
 
 def show(card: dict[str, Any]) -> None:
-    """Prints what was written and what it is worth."""
+    """Prints the forms that were written, and how each compares with the trained network."""
     images, blocks = card["test_images"], card["output"]["route"][1]
     rows = [
         (

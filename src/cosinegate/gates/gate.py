@@ -36,11 +36,6 @@ class Gate(nn.Module):
         """The logit above which the gate is open in evaluation."""
         return self.opening.threshold_logit
 
-    @property
-    def constant(self) -> bool | None:
-        """Whether the gate is open or closed for every image in evaluation; None where that depends on the image."""
-        return None
-
     def decide(self, x: Tensor, images: Tensor) -> Decision:
         """Decides before F, by the block's input x (B, C, H, W) and the network's input images."""
         raise NotImplementedError

@@ -1,10 +1,10 @@
 """Routing or pruning? A block that is open, or closed, for every sample routes nothing."""
 
-DYNAMIC = (0.05, 0.95)  # a block routes by input when the share of samples that compute it lies between these
+DYNAMIC = (0.05, 0.95)  # a block routes by input when the fraction of the samples that compute it lies between these
 
 
 def routed_percent(opened: list[float]) -> float:
-    """Of skip_percent, what blocks skip that route by input, from each block's share of samples that compute it.
+    """The part of skip_percent that dynamic blocks skip; `opened` is each block's fraction of open samples.
 
     The rest is static: blocks that are closed for all samples, or nearly so.
     """

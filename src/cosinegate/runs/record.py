@@ -172,7 +172,6 @@ class Record(Program):
     seed: Seed | None = None
     gate: PlainName | None = None
     signal: str | None = None
-    calibration: str | None = None
     polarity: str | None = None
     tau_target: Fraction | None = None
     lambda_flops: float | None = None

@@ -60,7 +60,7 @@ def exits(asked: ExitsConfig) -> dict[str, Any]:
     early = EarlyExitNetwork(network, fit_exits(network, after, images, labels)).eval()
     early.requires_grad_(False)
     facts = {"source": str(source.path), "fitted_to": len(images), "folder": str(folder)}
-    found = facts | frontier(source, network, early, budgets)
+    found = facts | frontier(source, network, early, budgets) | {"identity": identity_of(source, asked)}
     set_budget(early, budgets[0], source.held_out())
     with naming(folder), locked(folder, wait=False):
         _write(source, early, found, folder)
@@ -87,10 +87,15 @@ def output_folder(source: Source, asked: ExitsConfig) -> Path:
         return Path(asked.output)
     run = source.folder if RUN.fullmatch(source.folder.name) else source.folder.parent
     runs_dir = run.parent.parent if RUN.fullmatch(run.name) else Path("runs")
+    return runs_dir / f"{source.config.name}_exits" / f"{identity_of(source, asked)}-s{source.config.seed}"
+
+
+def identity_of(source: Source, asked: ExitsConfig) -> str:
+    """Ten hex digits that follow from the network's weights, where exits stand and how they are fitted."""
+    weights = source.path if source.path.is_file() else source.path / WEIGHTS
     budgets = None if asked.budgets is None else list(asked.budgets)
     options = [str(asked.after), asked.dynamic.name, asked.tolerance, asked.images, budgets]
-    digest = hashlib.sha256(json.dumps([sha256(source.path) if source.path.is_file() else "", *options]).encode())
-    return runs_dir / f"{source.config.name}_exits" / f"{digest.hexdigest()[:10]}-s{source.config.seed}"
+    return hashlib.sha256(json.dumps([sha256(weights), *options]).encode()).hexdigest()[:10]
 
 
 def frontier(source: Source, network: Any, early: EarlyExitNetwork, budgets: list[float]) -> dict[str, Any]:
@@ -137,6 +142,11 @@ def _accuracy(scores: Tensor, labels: Tensor) -> float:
     return (scores.argmax(1) == labels).float().mean().item()
 
 
+def _trained(source: Source) -> Record | None:
+    """The record of the run that was trained; an export lies in that run's folder."""
+    return read_record(source.folder) or read_record(source.folder.parent)
+
+
 def _require_finished(source: Source) -> None:
     record = read_record(source.folder)
     if record is not None and record.status != "finished":
@@ -171,7 +181,7 @@ def _write(source: Source, early: EarlyExitNetwork, found: dict[str, Any], folde
 
 def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> Record:
     """Of the first budget, with what the record of the run that has no exits says of its training."""
-    before, point, config = read_record(source.folder), found["points"][0], source.config
+    before, point, config = _trained(source), found["points"][0], source.config
     last = before.epochs.done if before is not None else 0
     dynamic = sum(DYNAMIC[0] <= fraction <= DYNAMIC[1] for fraction in point["open"])
     dense = source.dense_flops
@@ -179,7 +189,7 @@ def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> R
     record = {
         "status": "finished",
         "experiment": f"{config.name}_exits",
-        "identity": Path(found["folder"]).name.partition("-s")[0][:150] or "exits",
+        "identity": found["identity"],
         "data": config.data.name.name,
         "seed": config.seed,
         "gate": "exits",
@@ -188,7 +198,7 @@ def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> R
         "selected_on": config.data.validation.name,
         "network": found["network"],
         "sweep": config.sweep,
-        "epochs": before.epochs.as_dict() if before is not None else {"done": 0},
+        "epochs": before.epochs.as_dict() if before is not None else {"planned": 1, "done": 0},
         "accuracy": {
             "test": point["accuracy"],
             "test_of": "last",

@@ -1,4 +1,4 @@
-"""A network with early exits: an image leaves it once an exit is sure that the whole network would answer the same.
+"""A network with early exits: an image exits once the policy expects no other answer from the whole network.
 
 After BranchyNet (Teerapittayanon, McDanel & Kung 2016, https://arxiv.org/abs/1709.01686). There the entropy of an
 exit's scores decides; here a small MLP does, which is fitted to whether the network's answer would be another one.

@@ -15,10 +15,6 @@ class ConstantGate(Gate):
         super().__init__(opening)
         self.logit = nn.Parameter(torch.logit(torch.tensor(start)))
 
-    @property
-    def constant(self) -> bool:
-        return self.logit.item() > self.threshold_logit
-
     def decide(self, x: Tensor, images: Tensor) -> Decision:
         logit = self.logit + self.logit.new_zeros(len(x))  # a view of a parameter would confuse the FLOP counter
         return without_cir(self.opening(logit), logit)
