@@ -41,8 +41,8 @@ def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
 
 
 # begun first, so that no worker ends long after the others
-LONGEST = ["processors", "ranges", "deploy_commands", "compile", "launchers", "report", "wandb", "onnx", "processes"]
-LONGEST += ["gates", "train", "resume", "search", "faults", "fault_commands", "experiments", "exits", "peers"]
+LONGEST = ["deploy_commands", "exits", "processors", "launchers", "ranges", "onnx", "compile", "report", "wandb"]
+LONGEST += ["processes", "gates", "train", "resume", "search", "faults", "fault_commands", "experiments", "peers"]
 LONGEST += ["pareto", "sweeps", "run_folder"]
 
 # what computes: a processor's way to add must not show (make test-processors)
