@@ -249,3 +249,15 @@ def test_a_corrupt_record_is_one_line(runs, tmp_path):
     (broken / "record.json").write_text(json.dumps({k: v for k, v in record.items() if k != "versions"}))
     with pytest.raises(UserError, match="has no versions"):
         write_report([broken], tmp_path / "report.html")
+
+
+def test_exits_show_their_routes_and_no_epochs(runs, opened, tmp_path):
+    made = tmp_path / "exits"
+    done = process("src/exits.py", f"run={runs['dense']}", "after=[0]", f"output={made}", "images=64", "threads=1")
+    assert done.returncode == 0, done.stderr
+    write_report([made], tmp_path / "report.html", limit_batches=1)
+    page = opened(tmp_path / "report.html")
+    assert page.locator("#s-curves").is_hidden()
+    assert page.locator("#block-epoch").is_hidden()
+    assert page.locator("#paths svg").count() == 1
+    assert "after blocks 0" in page.locator("#card").inner_text()

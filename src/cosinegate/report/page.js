@@ -93,7 +93,7 @@ function drawGates(run) {
   const kept = run.epochs.map((_, k) => k).filter((k) => run.blocks.some((curve) => curve[k] != null));
   const cells = run.blocks.flatMap((curve, block) => kept.map((k, column) => [column, block, curve[k]]));
   const dynamic = run.record.dynamic_blocks;
-  heat("block-epoch", `Share of images that compute each block, by epoch. ${dynamic ?? "?"} of ${run.blocks.length} blocks are dynamic in the end: open for 5 to 95% of the images.`,
+  if (!run.record.exits) heat("block-epoch", `Share of images that compute each block, by epoch. ${dynamic ?? "?"} of ${run.blocks.length} blocks are dynamic in the end: open for 5 to 95% of the images.`,
     kept.map((k) => String(run.epochs[k])), run.blocks.map((_, b) => String(b)), cells, "epoch", "block");
   if (!run.routes) return;
   const { classes, class_x_block: table } = run.routes;
@@ -181,6 +181,7 @@ function drawCard(run) {
     "test accuracy": percent(a.test), "best accuracy": a.best == null ? "–" : `${percent(a.best)} (epoch ${figure(a.best_epoch, 0)}, on ${r.selected_on})`,
     "FLOPs counted": figure(f.counted), "FLOPs executed": figure(f.executed), "dynamic blocks": r.dynamic_blocks ?? "–", paths: r.paths ?? "–",
     parameters: r.parameters ?? "–", "images/s": figure(r.images_per_second, 0), commit: String(r.git_commit ?? "–").slice(0, 10) + (r.git_changed ? " (changed)" : ""),
+    ...(r.exits && { exits: `after blocks ${r.exits.after.join(", ")}; budget ${figure(r.exits.budget)} of the network's own FLOPs; without exits ${percent(r.exits.own_accuracy)} at ${figure(r.exits.own_executed)} of dense` }),
     torch: r.versions.torch ?? "–", lightning: r.versions.lightning ?? "–", command: r.command, folder: run.folder };
   $("card").replaceChildren(...Object.entries(facts).map(([name, value]) => {
     const row = Object.assign(document.createElement("div"), { className: name === "command" || name === "folder" ? "wide" : "" });
@@ -201,7 +202,9 @@ function show() {
   const other = $("against").value === "" ? null : runs[Number($("against").value)];
   drawCard(run);
   drawFrontier();
-  drawCurves(run, other);
+  const { exits } = run.record; // they are fitted without epochs: there is nothing to draw over them
+  $("s-curves").hidden = $("block-epoch").parentElement.hidden = Boolean(exits);
+  if (!exits) drawCurves(run, other);
   for (const section of document.querySelectorAll(".gated")) section.hidden = !run.gated || (section.classList.contains("routed") && !run.routes);
   if (!run.gated) return;
   $("class-block").parentElement.hidden = !run.routes;

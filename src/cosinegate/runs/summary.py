@@ -25,11 +25,12 @@ def show_record(record: Record, folder: Path) -> None:
     table.add_column("value", justify="right")
     table.add_column("how", overflow="fold")
     chosen = "the test set" if record.selected_on == "test" else "held-out training images"
+    target = f"target {record.tau_target:g}" if record.lambda_flops else "no target: λ_flops is 0"
     rows = [
         ("test accuracy", console.percent(accuracy.test), f"hard gates, {accuracy.test_of} epoch"),
         ("last accuracy", console.percent(accuracy.last), f"epoch {accuracy.last_epoch}"),
         ("peak accuracy", console.percent(accuracy.best), f"epoch {accuracy.best_epoch}, chosen on {chosen}"),
-        ("mean gate", f"{record.mean_gate:.3f}", f"target {record.tau_target:g}"),
+        ("mean gate", f"{record.mean_gate:.3f}", target),
         ("skip", f"{record.skip_percent:.1f}%", "1 - mean gate"),
         ("FLOPs counted", f"{flops.counted:.3f}", "the paper's figure: the mean gate"),
         ("FLOPs executed", f"{flops.executed:.3f}", "measured, whole network / dense network"),

@@ -56,7 +56,7 @@ def exits(asked: ExitsConfig) -> dict[str, Any]:
     budgets = default_budgets(costs) if asked.budgets is None else list(asked.budgets)
     for budget in budgets:
         require_budget(budget, costs)
-    console.say(f"fitting exits after blocks {', '.join(map(str, after))} to {len(images)} training images")
+    console.say(f"fitting exits to {len(images)} training images, after blocks {', '.join(map(str, after))}")
     early = EarlyExitNetwork(network, fit_exits(network, after, images, labels)).eval()
     early.requires_grad_(False)
     facts = {"source": str(source.path), "fitted_to": len(images), "folder": str(folder)}
