@@ -112,11 +112,11 @@ def quotes(one: Configuration) -> list[Quoted]:
 def command_of(one: Configuration) -> str:
     """What trains the row on any machine, whether a sweep or a command of its own has trained it."""
     record, seeds = one.first, sorted(run.record.seed for run in one.runs)
-    told = record.overrides
-    if told is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in told):
+    overrides = record.overrides
+    if overrides is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in overrides):
         words = [UNKNOWN] if record.command is None else record.command.split()
         return " ".join(["python", *(word for word in words if not _is_machines(word))])
-    kept = [word for word in told if word not in POINTS_ALONE and _key(word) != "seed" and not _is_machines(word)]
+    kept = [word for word in overrides if word not in POINTS_ALONE and _key(word) != "seed" and not _is_machines(word)]
     several = ["-m"] if len(seeds) > 1 else []
     return shlex.join(["python", "src/train.py", *several, *kept, f"seed={','.join(map(str, seeds))}"])
 
@@ -176,8 +176,8 @@ def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: 
     lines = [TITLE, "", code(f"python {command}"), "", f"![accuracy against FLOPs]({quote(figure)})", ""]
     for family, rows in found.items():
         to = reference(rows)
-        told = {quoted.name for one in rows for quoted in quotes(one)}
-        apart = [quoted for quoted in QUOTED.get(family[0], []) if quoted.name not in told]
+        with_a_row = {quoted.name for one in rows for quoted in quotes(one)}
+        apart = [quoted for quoted in QUOTED.get(family[0], []) if quoted.name not in with_a_row]
         base = "the same network without gates"
         if to:
             base = markdown(f"{to.first.experiment} ({to.runs[0].family[1]})")
