@@ -20,6 +20,7 @@ from cosinegate.gates.controls.random import RandomGate
 from cosinegate.gates.cosine import Controller
 from cosinegate.networks import GatedNetwork, Output
 from cosinegate.networks.compile import Action
+from cosinegate.networks.network import Step
 from cosinegate.training.build import build_network
 
 FEW = ("data=digits", "network.depth=14", "network.width=4")
@@ -67,21 +68,19 @@ def network_of(of: DictConfig) -> GatedNetwork:
 @torch.no_grad()
 def settled(network: GatedNetwork, pattern: list[str]) -> GatedNetwork:
     """The gates' thresholds moved, block after block, so that each is closed, open, or open for half of the images."""
-    like = next(network.parameters())
-    x = network.stem(images().to(like))
-    for block, wanted in zip(network.blocks, pattern, strict=True):
+    x = images().to(next(network.parameters()))
+    for index, (block, wanted) in enumerate(zip(network.blocks, pattern, strict=True)):
         if isinstance(block.gate, ConstantGate):
             block.gate.logit.fill_(-2.0 if wanted == CLOSED else 2.0)
         elif isinstance(block.gate, RandomGate):
             block.gate.rate = {CLOSED: 0.0, ROUTES: 0.5, OPEN: 1.0}[wanted]
         elif block.gate is not None:
-            logits = block(x, images())[1].decision.logit.sort().values
+            logits = steps_of(network, x)[index].routing.decision.logit.sort().values
             apart = (logits[1:] - logits[:-1])[50:150].argmax() + 50  # where no two programs decide otherwise
             between = (logits[apart] + logits[apart + 1]) / 2
             at = {CLOSED: logits[-1] + 1, OPEN: logits[0] - 1, ROUTES: between}[wanted]
             block.gate.opening = copy.deepcopy(block.gate.opening)
             block.gate.opening.threshold = at.double().sigmoid().item()
-        x, _ = block(x, images())
     return network
 
 
@@ -95,11 +94,18 @@ def cosine(pattern: list[str], *overrides: str) -> GatedNetwork:
 
 
 @torch.no_grad()
+def steps_of(network: GatedNetwork, x: Tensor) -> list[Step]:
+    """Every block of one pass."""
+    steps: list[Step] = []
+    network.run(x, steps.append)
+    return steps
+
+
+@torch.no_grad()
 def classifying(network: GatedNetwork) -> GatedNetwork:
     """Its head set so that it tells digits apart, by the mean features of every class."""
     x, y = digits("train"), labels("train")
-    *_, last = network.eval().walk(x)
-    features = last.y.mean((2, 3))
+    features = steps_of(network.eval(), x)[-1].y.mean((2, 3))
     means = torch.stack([features[y == k].mean(0) for k in range(10)]) / features.var(0)
     network.head.weight.copy_(means)
     network.head.bias.copy_(-(means.square() * features.var(0)).sum(1) / 2)

@@ -74,8 +74,9 @@ def test_annealing_noise_and_per_step_warmup_reach_the_network(tmp_path, monkeyp
 
     def watched(self, batch, batch_idx):
         relaxation = self.network.blocks[0].gate.opening
+        result = step(self, batch, batch_idx)
         seen.append((relaxation.temperature, relaxation.noisy, self.objective.prog))
-        return step(self, batch, batch_idx)
+        return result
 
     monkeypatch.setattr(LitCosineGate, "training_step", watched)
     overrides = ["gate.relaxation.annealing=linear", "gate.relaxation.noise_until=0.5", "trainer.max_epochs=3"]

@@ -8,8 +8,8 @@ from conftest import ROOT, config
 from test_objective import output_with
 
 from cosinegate.config.choices import Sided, Target
-from cosinegate.objective import Objective
-from cosinegate.training.build import build_objective
+from cosinegate.objective import CosineGateLoss
+from cosinegate.training.build import build_module
 
 WEIGHTS = [3.0, 1.0, 2.0, 4.0]
 GATED = [True, False, True, True]
@@ -34,19 +34,19 @@ def slow_penalty(gates, tau, weights, sided, target, gated) -> float:
 def test_every_penalty_equals_its_slow_form_and_its_gradient(weights, target, rng):
     seen = set()
     for sided, tau in itertools.product(Sided, (0.3, 0.7)):
-        objective = Objective(
+        objective = CosineGateLoss(
             lambda_flops=1.0,
             lambda_cons=0.0,
             tau_target=tau,
+            warmup_epochs=4,
             sided=sided,
             target=target,
             block_weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
             gated=torch.tensor(GATED),
         ).double()
-        objective.prog = 0.25
         gates = torch.rand(5, 4, generator=rng, dtype=torch.float64).requires_grad_()
         expected = slow_penalty(gates.tolist(), tau, weights, sided, target, GATED)
-        losses = objective(output_with(gates), torch.zeros(5, dtype=torch.long))
+        losses = objective(output_with(gates), torch.zeros(5, dtype=torch.long), epoch=1)
         assert losses.flops.item() == pytest.approx(0.25 * expected, rel=1e-6, abs=1e-9)
         assert torch.autograd.gradcheck(objective.penalty, gates)
         seen.add(round(expected, 9))
@@ -54,10 +54,10 @@ def test_every_penalty_equals_its_slow_form_and_its_gradient(weights, target, rn
 
 
 def test_the_objectives_of_conf_are_the_papers():
-    paper, aig = (build_objective(config(f"objective={name}")) for name in ("cosinegate", "per_block"))
+    paper, aig = (build_module(config(f"objective={name}")).objective for name in ("cosinegate", "per_block"))
     assert (paper.target, paper.sided, paper.block_weights) == (Target.network, Sided.one, None)
     assert (aig.target, aig.sided, aig.lambda_flops, aig.lambda_cons) == (Target.block, Sided.two, 2.0, 0.0)
-    later = build_objective(config("objective=per_block", "gate=aig", "gate.first_blocks=false"))
+    later = build_module(config("objective=per_block", "gate=aig", "gate.first_blocks=false")).objective
     assert later.gated.tolist() == [False, True, True] * 3
 
 
@@ -72,6 +72,6 @@ OBJECTIVES = {  # sided, target, weighted by FLOPs, λ_flops, λ_cons
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "objective").glob("*.yaml")))
 def test_every_objective_is_what_it_is_called(name):
-    made = build_objective(config(f"objective={name}"))
+    made = build_module(config(f"objective={name}")).objective
     found = (made.sided, made.target, made.block_weights is not None, made.lambda_flops, made.lambda_cons)
     assert found == OBJECTIVES[name]

@@ -9,7 +9,7 @@ from cosinegate import relaxation
 from cosinegate.config.choices import Sided
 from cosinegate.hardware.processes import over_processes
 from cosinegate.networks import Output, Routing
-from cosinegate.objective import Objective, prog
+from cosinegate.objective import CosineGateLoss, prog
 from cosinegate.training.build import build_module
 
 
@@ -29,10 +29,10 @@ def test_network_and_objective_equal_algorithm_1_with_their_gradients(monkeypatc
     uniforms = torch.rand(3, 3, 2, generator=rng, dtype=torch.float64)
     noise = iter([torch.tensor([gumbel(b) - gumbel(a) for a, b in block]) for block in uniforms.tolist()])
     monkeypatch.setattr(relaxation, "gumbel_difference", lambda like, share=None: next(noise).to(like))
-    objective.prog = prog(3, 4)
+    objective.warmup_epochs = 4
 
     output = network(images)
-    fast = objective(output, targets)
+    fast = objective(output, targets, epoch=3)
     fast.total.backward()
     fast_grads = {name: p.grad.clone() for name, p in network.named_parameters()}
     network.zero_grad()
@@ -63,11 +63,10 @@ def output_with(gates: torch.Tensor) -> Output:
 
 
 def test_penalty_is_one_sided_and_scaled_by_prog():
-    objective = Objective(lambda_flops=2.0, lambda_cons=0.0, tau_target=0.6)
+    objective = CosineGateLoss(lambda_flops=2.0, lambda_cons=0.0, tau_target=0.6, warmup_epochs=40)
     target = torch.zeros(2, dtype=torch.long)
-    objective.prog = 0.5
-    assert objective(output_with(torch.full((2, 3), 0.5)), target).flops == 0
-    above = objective(output_with(torch.full((2, 3), 0.8)), target)
+    assert objective(output_with(torch.full((2, 3), 0.5)), target, epoch=20).flops == 0
+    above = objective(output_with(torch.full((2, 3), 0.8)), target, epoch=20)
     torch.testing.assert_close(above.flops, torch.tensor(0.5 * 0.2**2))
     torch.testing.assert_close(above.total, above.ce + 2 * above.flops)
 
@@ -75,7 +74,7 @@ def test_penalty_is_one_sided_and_scaled_by_prog():
 def test_flops_weighting_counts_a_block_by_its_cost():
     gates = torch.tensor([[1.0, 0.0, 0.0]])
     alike, by_cost = (
-        Objective(lambda_flops=1, lambda_cons=0, tau_target=0.5, block_weights=weights)
+        CosineGateLoss(lambda_flops=1, lambda_cons=0, tau_target=0.5, block_weights=weights)
         for weights in (None, torch.tensor([2.0, 1.0, 1.0]))
     )
     assert alike.mean_gate(gates).item() == pytest.approx(1 / 3)
@@ -88,8 +87,8 @@ def test_flops_weighting_counts_a_block_by_its_cost():
 
 
 def test_dense_network_has_cross_entropy_alone():
-    objective = Objective(lambda_flops=1.0, lambda_cons=1.0, tau_target=0.5)
-    losses = objective(Output(torch.zeros(2, 10), None), torch.tensor([0, 1]))
+    objective = CosineGateLoss(lambda_flops=1.0, lambda_cons=1.0, tau_target=0.5)
+    losses = objective(Output(torch.zeros(2, 10), None), torch.tensor([0, 1]), epoch=0)
     assert losses.total == losses.ce
     assert losses.cons == losses.flops == 0
 
@@ -97,9 +96,8 @@ def test_dense_network_has_cross_entropy_alone():
 def _penalty_gradient(rank: int, address: str, gates: torch.Tensor, found) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     weight = torch.tensor(1.0, requires_grad=True)
-    objective = Objective(lambda_flops=3.0, lambda_cons=0.0, tau_target=0.5)
-    objective.prog = 1.0
-    losses = objective(output_with(weight * gates[rank]), torch.zeros(2, dtype=torch.long))
+    objective = CosineGateLoss(lambda_flops=3.0, lambda_cons=0.0, tau_target=0.5)
+    losses = objective(output_with(weight * gates[rank]), torch.zeros(2, dtype=torch.long), epoch=0)
     (losses.total - losses.ce).backward()
     mean = weight.grad.clone()
     dist.all_reduce(mean)  # as DDP averages gradients
@@ -109,14 +107,17 @@ def _penalty_gradient(rank: int, address: str, gates: torch.Tensor, found) -> No
 
 def test_a_two_sided_penalty_pushes_up_as_well():
     one, two = (
-        Objective(lambda_flops=1.0, lambda_cons=0.0, tau_target=0.5, sided=sided) for sided in (Sided.one, Sided.two)
+        CosineGateLoss(lambda_flops=1.0, lambda_cons=0.0, tau_target=0.5, sided=sided)
+        for sided in (Sided.one, Sided.two)
     )
-    for objective in (one, two):
-        objective.prog = 1.0
     below, above = torch.full((4, 3), 0.2), torch.full((4, 3), 0.8)
     target = torch.zeros(4, dtype=torch.long)
-    assert [objective(output_with(below), target).flops.item() for objective in (one, two)] == pytest.approx([0, 0.09])
-    assert [objective(output_with(above), target).flops.item() for objective in (one, two)] == pytest.approx([0.09] * 2)
+    assert [objective(output_with(below), target, epoch=0).flops.item() for objective in (one, two)] == pytest.approx(
+        [0, 0.09]
+    )
+    assert [objective(output_with(above), target, epoch=0).flops.item() for objective in (one, two)] == pytest.approx(
+        [0.09] * 2
+    )
 
 
 def test_penalty_sees_the_mean_gate_of_all_processes(tmp_path):
@@ -128,9 +129,8 @@ def test_penalty_sees_the_mean_gate_of_all_processes(tmp_path):
         mp.start_processes(_penalty_gradient, (where, gates, found), nprocs=2, start_method="fork")
         results = [found[0], found[1]]
     weight = torch.tensor(1.0, requires_grad=True)
-    objective = Objective(lambda_flops=3.0, lambda_cons=0.0, tau_target=0.5)
-    objective.prog = 1.0
-    whole = objective(output_with(weight * gates.flatten(0, 1)), torch.zeros(4, dtype=torch.long))
+    objective = CosineGateLoss(lambda_flops=3.0, lambda_cons=0.0, tau_target=0.5)
+    whole = objective(output_with(weight * gates.flatten(0, 1)), torch.zeros(4, dtype=torch.long), epoch=0)
     (whole.total - whole.ce).backward()
     for flops, gradient, mean in results:
         assert flops == pytest.approx(whole.flops.item(), rel=1e-5)

@@ -181,7 +181,7 @@ def test_a_failing_run_is_recorded_as_failed(tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("no file \udcff")  # a name that is not UTF-8
 
-    monkeypatch.setattr("cosinegate.objective.Objective.mean_gate", fails)
+    monkeypatch.setattr("cosinegate.objective.CosineGateLoss.mean_gate", fails)
     with pytest.raises(RuntimeError, match="no file"):
         short(tmp_path, "+experiment=digits", *SHORT)
     (folder,) = (tmp_path / "digits").glob("*-s*")

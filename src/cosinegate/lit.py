@@ -11,7 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from cosinegate.config.schema import OptimizerConfig
 from cosinegate.hardware.processes import sum_over_processes
 from cosinegate.networks import GatedNetwork, Output
-from cosinegate.objective import Losses, Objective
+from cosinegate.objective import CosineGateLoss, Losses
 from cosinegate.terminal.errors import NotFinite
 
 
@@ -22,7 +22,7 @@ class LitCosineGate(L.LightningModule):
         self,
         *,
         network: GatedNetwork,
-        objective: Objective,
+        objective: CosineGateLoss,
         optimizer: OptimizerConfig,
         num_classes: int,
         hparams: dict[str, Any],
@@ -31,6 +31,7 @@ class LitCosineGate(L.LightningModule):
         self.save_hyperparameters(hparams)  # the resolved config, as primitives: a checkpoint can be read on its own
         self.network = network.to(memory_format=torch.channels_last)
         self.objective = objective
+        self.epoch = 0.0  # t of prog(t), which the warmup callback moves
         self.optimizer_config = optimizer
         self.accuracy = nn.ModuleDict(
             {
@@ -47,7 +48,7 @@ class LitCosineGate(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         images, target = batch
         output = self.network(images)
-        losses = self.objective(output, target)
+        losses = self.objective(output, target, self.epoch)
         terms = Losses(*(term.detach() for term in losses))
         if sum_over_processes((~terms.total.isfinite()).float()) > 0:  # all processes stop where one must
             values = {name: term.item() for name, term in terms._asdict().items()}

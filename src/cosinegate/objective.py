@@ -28,8 +28,8 @@ def prog(t: float, warmup_epochs: float) -> float:
     return 1.0 if warmup_epochs <= 0 else min(1.0, t / warmup_epochs)
 
 
-class Objective(nn.Module):
-    """L = L_CE + λ_cons·L_cons + λ_flops·prog·max(0, ḡ - τ_target)² (Eq. 21). A callback moves `prog`.
+class CosineGateLoss(nn.Module):
+    """L = L_CE + λ_cons·L_cons + λ_flops·prog(t)·max(0, ḡ - τ_target)² (Eq. 21), where t is the epoch.
 
     With Sided.two a mean gate below the target costs as much as one above it. With Target.block every gated block has a
     mean gate of its own (ConvNet-AIG), and the penalty is the mean of theirs. `block_weights` (N,) are what the blocks
@@ -44,6 +44,7 @@ class Objective(nn.Module):
         lambda_flops: float,
         lambda_cons: float,
         tau_target: float,
+        warmup_epochs: float = 0.0,
         sided: Sided = Sided.one,
         target: Target = Target.network,
         block_weights: Tensor | None = None,
@@ -52,7 +53,8 @@ class Objective(nn.Module):
         super().__init__()
         self.lambda_flops, self.lambda_cons, self.tau_target = lambda_flops, lambda_cons, tau_target
         self.sided, self.target = sided, target
-        self.prog = 1.0  # without a warmup: the whole penalty from the first step on
+        self.warmup_epochs = warmup_epochs
+        self.prog = 1.0  # prog(t) of the last call
         self.share: Share | None = None
         weights = None if block_weights is None else block_weights / block_weights.sum()
         self.register_buffer("block_weights", weights, persistent=False)  # (N,), sums to 1; None: all alike
@@ -88,7 +90,9 @@ class Objective(nn.Module):
     def _weight(self) -> float:
         return 1.0 if self.share is None else self.share.weight
 
-    def forward(self, output: Output, target: Tensor) -> Losses:
+    def forward(self, output: Output, target: Tensor, epoch: float) -> Losses:
+        """Returns the loss of class scores and routing (B, K), (B, N) for labels (B,); `epoch` counts from 0."""
+        self.prog = prog(epoch, self.warmup_epochs)
         ce = self._weight * F.cross_entropy(output.logits, target)
         if output.routing is None:
             zero = ce.new_zeros(())

@@ -22,6 +22,7 @@ from deployed import (
     images,
     labels,
     network_of,
+    steps_of,
     with_exits,
     write,
 )
@@ -56,7 +57,7 @@ def test_the_batch_that_shrinks_gives_what_images_one_by_one_give():
 def test_an_image_has_the_scores_of_the_first_exit_that_is_sure():
     network, x = with_exits(), digits("test")
     with torch.no_grad():
-        steps = list(network.network.walk(x))
+        steps = steps_of(network.network, x)
         answers = [network.exit_after(index)(steps[index].y) for index in AFTER]
         scores = torch.stack([scores for scores, _ in answers] + [network.network.classify(steps[-1].y)])
         stays = torch.stack([logit > network.threshold for _, logit in answers], dim=1).cummin(1).values  # (B, E)
@@ -112,7 +113,7 @@ def test_classifiers_are_fitted_to_the_labels_and_policies_to_whether_the_answer
     unfitted = EarlyExitNetwork(network.network, new_exits(network.network, AFTER, x[:1])).eval()
     whole = eager(network.network, x).logits.argmax(1)
     with torch.no_grad():
-        steps = list(network.network.walk(x))
+        steps = steps_of(network.network, x)
         for index in AFTER:
             scores, logit = network.exit_after(index)(steps[index].y)
             drawn, _ = unfitted.exit_after(index)(steps[index].y)

@@ -107,7 +107,7 @@ def test_a_settled_network_is_one_graph_without_a_branch():
 
 
 def test_torchvisions_network_is_compiled_too():
-    network = network_of(config("data=digits", "network=resnet18", "gate=cosine"))
+    network = network_of(config("data=digits", "network=torchvision", "network.model=resnet18", "gate=cosine"))
     pattern = [OPEN, CLOSED, CLOSED, OPEN, OPEN, CLOSED, CLOSED, OPEN]  # two that change the shape among those closed
     compiled, changes = compile_gates(settled(network, pattern), images())
     assert changes.blocks_with(Action.removed) == [1, 2, 5, 6]

@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the signal was waited with")
 
-    monkeypatch.setattr("cosinegate.objective.Objective.forward", impatient)
+    monkeypatch.setattr("cosinegate.objective.CosineGateLoss.forward", impatient)
     stop_at(monkeypatch, 0, 0, signal.SIGINT)
     with pytest.raises(Stopped) as stopped:
         start(tmp_path, "soft")

@@ -32,7 +32,7 @@ from cosinegate.data.module import ImageData
 from cosinegate.hardware.memory import keep_freed_memory
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import ResNet
-from cosinegate.objective import Objective
+from cosinegate.objective import CosineGateLoss
 from cosinegate.runs.outputs import require_own, write_text
 from cosinegate.runs.record import Record, provenance, read_record
 from cosinegate.terminal.errors import UserError
@@ -211,14 +211,13 @@ def side_by_side(gated: DictConfig, asked: TrainingSpeedConfig) -> Figure:
     return Figure("two jobs with joblib / one after the other", ratio, "<= 1.00", ratio <= 1.0, how)
 
 
-def bare_step(network: ResNet, objective: Objective, config: OptimizerConfig) -> Callable[[Tensor, Tensor], None]:
+def bare_step(network: ResNet, objective: CosineGateLoss, config: OptimizerConfig) -> Callable[[Tensor, Tensor], None]:
     """A training step without any framework: forward, objective, backward, SGD."""
-    objective.prog = 1.0
     sgd = torch.optim.SGD(network.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay)
 
     def step(images: Tensor, target: Tensor) -> None:
         sgd.zero_grad()
-        objective(network(images), target).total.backward()
+        objective(network(images), target, epoch=0).total.backward()
         sgd.step()
 
     return step

@@ -5,11 +5,11 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import Output
 from cosinegate.networks.compile import compile_gates
+from cosinegate.networks.flops import counting
 
 
 class CompiledNetwork(L.Callback):
@@ -36,7 +36,7 @@ class CompiledNetwork(L.Callback):
         with trainer.precision_plugin.forward_context():
             compiled, changes = compile_gates(pl_module.network, data.held_out()[0])
             like, same, number = next(compiled.parameters()), 0, 0
-            with FlopCounterMode(display=False) as counter:
+            with counting() as counter:
                 for (images, _), classes in zip(data.test_dataloader(), self.classes, strict=False):
                     scores = compiled(images.to(like)).logits
                     same, number = same + int((scores.argmax(1) == classes).sum()), number + len(classes)

@@ -7,12 +7,11 @@ import torch
 
 from cosinegate.config.schema import RelaxationConfig
 from cosinegate.lit import LitCosineGate
-from cosinegate.objective import prog
 from cosinegate.relaxation import Relaxation, anneal
 
 
 class Warmup(L.Callback):
-    """Sets prog(t) (Eq. 19) of the objective. t counts epochs; `per_step` counts fractions of one too."""
+    """Gives the loss its warmup and t of prog(t) (Eq. 19). t counts epochs; `per_step` counts fractions of one too."""
 
     def __init__(self, warmup_epochs: float, per_step: bool) -> None:
         self.warmup_epochs, self.per_step = warmup_epochs, per_step
@@ -30,7 +29,7 @@ class Warmup(L.Callback):
             self._set(pl_module, trainer.current_epoch + batch_idx / trainer.num_training_batches)
 
     def _set(self, pl_module: LitCosineGate, t: float) -> None:
-        pl_module.objective.prog = prog(t, self.warmup_epochs)
+        pl_module.objective.warmup_epochs, pl_module.epoch = self.warmup_epochs, t
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)

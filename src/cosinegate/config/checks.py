@@ -78,14 +78,18 @@ def validate(config: DictConfig) -> None:
                 f"{key}: a secret has no place in a config; W&B's key is for `wandb login` or WANDB_API_KEY"
             )
     check_ranges(config)
-    for network in (config.network, reference(config.network)):
+    if (config.network.library is None) is not (config.network.model is None):
+        raise UserError("network.model: goes with network=timm or network=torchvision, as in network.model=resnet18")
+    ours = (config.network, reference(config.network)) if config.network.library is None else ()
+    for network in ours:
         weights = convolution_weights(network)
         if weights > MOST_WEIGHTS:
             given = "width" if network.widths is None else "widths"
             words = f"network.{given} = {network[given]} with {sum(blocks_per_stage(network))} blocks"
             most = f"must be at most {MOST_WEIGHTS // 10**6} million"
             raise UserError(f"{words}: {weights // 10**6} million weights; {most}")
-    _check_gate(config)
+    check_gate(config.gate)
+    _check_first_blocks(config)
     if config.trainer.check_val_every_n_epoch > config.trainer.max_epochs:
         raise UserError(
             f"trainer.check_val_every_n_epoch = {config.trainer.check_val_every_n_epoch}: "
@@ -111,9 +115,8 @@ def check_ranges(config: DictConfig, path: str = "") -> None:
             check_ranges(node, f"{path}{key}.")
 
 
-def _check_gate(config: DictConfig) -> None:
+def check_gate(gate: DictConfig) -> None:
     """Ends with one line where a gate's values do not go together."""
-    gate = config.gate
     if OmegaConf.get_type(gate) is not GATES[gate.kind]:
         words = "has other keys than this gate; choose it with them by a file of conf/gate, as in gate=aig"
         raise UserError(f"gate.kind = {gate.kind.name}: {words}")
@@ -126,7 +129,11 @@ def _check_gate(config: DictConfig) -> None:
             raise UserError("gate.gamma.init = 0: must not be 0, or CIR moves no gate")
     if gate.kind is GateKind.controller and not gate.controller.enabled:
         raise UserError("gate.controller.enabled = False: gates of kind controller have nothing else to decide by")
-    one_a_stage = config.network.torchvision is None and max(blocks_per_stage(config.network)) == 1
+
+
+def _check_first_blocks(config: DictConfig) -> None:
+    """Ends with one line where no block is left to have a gate."""
+    gate, one_a_stage = config.gate, config.network.library is None and max(blocks_per_stage(config.network)) == 1
     if gate.kind is not GateKind.none and not gate.first_blocks and one_a_stage:
         raise UserError("gate.first_blocks = False: with one block a stage no block is left to have a gate")
 

@@ -50,6 +50,13 @@ class Polarity(Enum):
     novelty = "novelty"  # the prose and Fig. 1: γ = +|γ_0|, high CIR opens
 
 
+class Library(Enum):
+    """Where a network that is not ours comes from."""
+
+    timm = "timm"
+    torchvision = "torchvision"
+
+
 class Shortcut(Enum):
     """The identity path where the shape changes between stages (He et al.'s options A and B)."""
 

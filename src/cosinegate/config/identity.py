@@ -60,6 +60,9 @@ def identity(config: DictConfig) -> str:
         del node[last]
     if config.weights:  # runs of several seeds, each from the run of its own seed, are one configuration
         content["weights"] = re.sub(rf"-s{config.seed}$", "", str(Path(config.weights)))
+    if content["network"]["library"] is None:  # as it was before other libraries' networks had keys
+        ours = {key: value for key, value in content["network"].items() if key not in ("library", "model", "options")}
+        content["network"] = ours | {"torchvision": None}
     if content["gate"]["kind"] == GateKind.none.name:
         content["gate"], content["objective"] = {"kind": "none"}, None  # a dense network looks at nothing else of them
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]

@@ -24,6 +24,7 @@ GONE: dict[str, Any] = {
     "objective.lambda_exit": ...,
     "objective.start_epoch": 0.0,
     "trunk": None,
+    "network.torchvision": None,
 }
 RENAMED = {"optimizer.gate_lr": "optimizer.gate_lr_factor"}
 GATES_GONE = ("skipnet_recurrent", "attention", "fixed", "drop")

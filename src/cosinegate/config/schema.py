@@ -16,6 +16,7 @@ from cosinegate.config.choices import (
     Annealing,
     Dataset,
     GateKind,
+    Library,
     Polarity,
     Shortcut,
     Sided,
@@ -28,7 +29,6 @@ DEEPEST, WIDEST = 1202, 4096
 MOST_IMAGES = 10**9
 MOST_THREADS = 1024
 PROFILERS = ("simple", "advanced", "pytorch")
-TORCHVISION = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
 
 def allowed(default: Any, is_allowed: Callable[[Any], bool], words: str) -> Any:
@@ -123,9 +123,9 @@ class NetworkConfig:
     )
     shortcut: Shortcut = Shortcut.pad  # pad: no parameters; projection
     post_activation: bool = True
-    torchvision: str | None = allowed(  # torchvision's network; then no other key of these is used
-        None, lambda v: v is None or v in TORCHVISION, f"null or one of {', '.join(TORCHVISION)}"
-    )
+    library: Library | None = None  # timm or torchvision; then `model` and `options` are used, and no key above
+    model: str | None = None  # the library's name for it, as in convnext_atto
+    options: dict[str, Any] = field(default_factory=dict)  # of the library's, as in {img_size: 32, patch_size: 4}
 
 
 @dataclass

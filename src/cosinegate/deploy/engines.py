@@ -16,7 +16,7 @@ from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.deploy.fold import folded
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.kernels import kernel_times, operator_times
-from cosinegate.deploy.onnx_forms import BatchForm, OneImageForm, session, write_onnx
+from cosinegate.deploy.onnx_forms import BatchForm, OneImageForm, has_one_image_form, session, write_onnx
 from cosinegate.deploy.runtime import Runtime
 from cosinegate.terminal import console
 
@@ -58,7 +58,7 @@ class Engines:
         console.say("exporting to ONNX")
         for name, network in self.folded.items():
             write_onnx(BatchForm(network), scratch / f"{name}.onnx", shape)
-            if isinstance(network, EarlyExitNetwork) and not network.has_gates:
+            if has_one_image_form(network):
                 write_onnx(OneImageForm(network), scratch / f"{name}-one.onnx", shape)
             if name in self.own:
                 write_int8(scratch / f"{name}.onnx", scratch / f"{name}-int8.onnx", held_out[:CALIBRATION_IMAGES])

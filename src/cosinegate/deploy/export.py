@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate.config.checks import require_positive
 from cosinegate.config.choices import Dynamic
@@ -20,10 +19,19 @@ from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.deploy.exits.budget import set_budget
 from cosinegate.deploy.fold import folded
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
-from cosinegate.deploy.onnx_forms import BatchForm, OneImageForm, require_exportable, run_onnx, session, write_onnx
+from cosinegate.deploy.onnx_forms import (
+    BatchForm,
+    OneImageForm,
+    has_one_image_form,
+    require_exportable,
+    run_onnx,
+    session,
+    write_onnx,
+)
 from cosinegate.deploy.runtime import Runtime
 from cosinegate.deploy.source import Source, is_the_records, load_source, require_something_to_deploy
 from cosinegate.networks.compile import BATCH, Action, BlockChange, Changes
+from cosinegate.networks.flops import counting
 from cosinegate.runs.lock import is_locked, locked
 from cosinegate.runs.outputs import naming
 from cosinegate.runs.record import provenance, read_record, write_record
@@ -108,7 +116,7 @@ def _write(
     write_weights(deployed, folder / WEIGHTS)
     console.say(f"exporting {ONNX} (any number of images)")
     write_onnx(BatchForm(network), folder / ONNX, shape)
-    if isinstance(network, EarlyExitNetwork) and not network.has_gates:
+    if has_one_image_form(network):
         console.say(f"exporting {ONE} (one image, an If at every exit)")
         write_onnx(OneImageForm(network), folder / ONE, shape)
     console.say(f"quantising {INT8} with the activations of {min(CALIBRATION_IMAGES, len(held_out))} images")
@@ -219,7 +227,7 @@ def _sizes(network: Network) -> dict[str, int]:
 @torch.inference_mode()
 def forward(network: Network, images: Tensor) -> tuple[Tensor, Tensor, float]:
     """Scores (B, K) and route (B, N) of a network in eager mode, and the FLOPs that an image took."""
-    with FlopCounterMode(display=False) as counter:
+    with counting() as counter:
         outputs = [network(part) for part in images.split(BATCH)]
     scores = torch.cat([output.logits for output in outputs])
     flops = counter.get_total_flops() / len(images)

@@ -9,14 +9,17 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.networks import GatedNetwork
+from cosinegate.networks.adapt import AdaptedNetwork
 
 Network = TypeVar("Network", GatedNetwork, EarlyExitNetwork)
 
 
 def folded(network: Network) -> Network:
-    """A copy without BatchNorm in stem, blocks and shortcuts; gates and exits stay as they are."""
+    """A copy without BatchNorm in stem, blocks and shortcuts. Gates, exits and models of others stay as they are."""
     copied = copy.deepcopy(network).eval().requires_grad_(False)
     inner = copied.network if isinstance(copied, EarlyExitNetwork) else copied
+    if isinstance(inner, AdaptedNetwork):  # which layers follow each other is the model's own affair
+        return copied
     inner.stem = _folded(inner.stem)
     for block in inner.blocks:
         block.shortcut = _folded(block.shortcut)

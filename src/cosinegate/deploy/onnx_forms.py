@@ -22,7 +22,9 @@ from cosinegate.deploy.card import Network
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.gates.controls.random import RandomGate
 from cosinegate.networks import GatedNetwork, ResidualBlock
+from cosinegate.networks.adapt import AdaptedNetwork
 from cosinegate.networks.block import PadShortcut
+from cosinegate.networks.network import Step
 from cosinegate.runs.files import replacing
 from cosinegate.terminal.errors import UserError
 
@@ -46,21 +48,26 @@ class BatchForm(nn.Module):
 
     def _with_exits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The batch shrinks at every exit: nothing of an image that has exited is computed or moved again."""
-        inner = self.network.network
-        x = inner.stem(images)
-        none = torch.zeros_like(x[:, 0, 0, 0], dtype=torch.bool)  # (B,)
-        here = torch.ones_like(none).nonzero()[:, 0]  # which images the maps in x are of
-        scores, gates = x.new_zeros(x.shape[0], self.network.num_classes), []
-        for index, block in enumerate(inner.blocks):
-            computed = none if block.residual is None else none.index_fill(0, here, True)
-            x, routing = block(x, images[here])
-            gates.append(computed if routing is None else none.index_copy(0, here, routing.decision.gate > 0.5))
-            if (at := self.network.exit_after(index)) is not None:
-                answer, logit = at(x)
-                scores = scores.index_copy(0, here, answer)
-                stays = (logit > self.network.threshold).nonzero().squeeze(1)
-                x, here = x[stays], here[stays]
-        return scores.index_copy(0, here, inner.classify(x)), torch.stack(gates, dim=1)
+        none = torch.zeros_like(images[:, 0, 0, 0], dtype=torch.bool)  # (B,)
+        here = torch.ones_like(none).nonzero()[:, 0]  # which images are left
+        scores, gates = images.new_zeros(images.shape[0], self.network.num_classes), []
+
+        def exit_after(step: Step) -> Tensor | None:
+            nonlocal here, scores
+            if step.routing is None:
+                gates.append(none if step.block.residual is None else none.index_fill(0, here, True))
+            else:
+                gates.append(none.index_copy(0, here, step.routing.decision.gate > 0.5))
+            if (at := self.network.exit_after(step.index)) is None:
+                return None
+            answer, logit = at(step.block.as_map(step.y))
+            scores = scores.index_copy(0, here, answer)
+            stays = (logit > self.network.threshold).nonzero().squeeze(1)
+            here = here[stays]
+            return stays
+
+        last = self.network.network.run(images, exit_after)
+        return scores.index_copy(0, here, last), torch.stack(gates, dim=1)
 
 
 class OneImageForm(nn.Module):
@@ -100,9 +107,20 @@ class OneImageForm(nn.Module):
         return onward(network.network.stem(images), 0)
 
 
+def has_one_image_form(network: Network) -> bool:
+    """Whether a branch can be taken at its exits: in our own networks without gates."""
+    return (
+        isinstance(network, EarlyExitNetwork)
+        and not network.has_gates
+        and not isinstance(network.network, AdaptedNetwork)
+    )
+
+
 def prepared(network: Network) -> Network:
     """A copy whose padded shortcuts are convolutions, as onnxruntime likes them."""
     copied = copy.deepcopy(network)
+    if isinstance(copied.network if isinstance(copied, EarlyExitNetwork) else copied, AdaptedNetwork):
+        return copied
     channels = _stem_channels(copied.network if isinstance(copied, EarlyExitNetwork) else copied)
     for block in copied.blocks:
         inputs, channels = channels, _outputs(block, channels)

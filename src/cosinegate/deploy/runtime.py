@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from cosinegate.deploy.card import Network
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.networks import GatedNetwork, Output, ResidualBlock
+from cosinegate.networks.adapt import AdaptedNetwork
 
 PREPARED = 64  # batch sizes that oneDNN meets ahead; of many more it would forget the first
 # elsewhere the same calls are made one after the other; without AVX2 oneDNN's fused addition ends the process
@@ -71,6 +72,8 @@ class Runtime:
     def __init__(self, network: Network) -> None:
         self.network = copy.deepcopy(network).eval()
         inner = _inner(self.network)
+        if isinstance(inner, AdaptedNetwork):
+            return
         inner.blocks = nn.ModuleList(FusedBlock(block) if _may_fuse(block) else block for block in inner.blocks)
 
     @torch.inference_mode()
@@ -78,7 +81,7 @@ class Runtime:
         """Meets every batch size that can be left after an exit, for images like this one (1, C, H, W): oneDNN makes a
         convolution anew for each, which takes as long as some ten images, and keeps the last thousand.
         """
-        if not isinstance(self.network, EarlyExitNetwork):
+        if not isinstance(self.network, EarlyExitNetwork) or isinstance(_inner(self.network), AdaptedNetwork):
             return
         image = image.contiguous(memory_format=torch.channels_last)
         x = self.network.network.stem(image)

@@ -4,14 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from cosinegate.config.checks import check_gate, check_ranges, no_such_key
 from cosinegate.config.choices import GateKind
-from cosinegate.config.schema import GateConfig, OpeningConfig
+from cosinegate.config.schema import GATES, GateConfig, OpeningConfig
 from cosinegate.gates import controller_only, cosine
 from cosinegate.gates.controls import constant, random
 from cosinegate.gates.gate import Gate, Slot
 from cosinegate.gates.peers import aig, skipnet
 from cosinegate.relaxation import Relaxation
+from cosinegate.terminal.errors import UserError
 
 MAKERS: dict[GateKind, Callable[[Any, Slot], Gate]] = {
     GateKind.cosine: cosine.make,
@@ -21,6 +25,28 @@ MAKERS: dict[GateKind, Callable[[Any, Slot], Gate]] = {
     GateKind.random: random.make,
     GateKind.constant: constant.make,
 }
+
+
+def gate_config(kind: str, **options: Any) -> DictConfig:
+    """Returns the config of a gate by its kind and keys of its schema; `gamma` may be the number γ_0."""
+    if kind not in GateKind.__members__ or kind == GateKind.none.name:
+        kinds = ", ".join(name for name in GateKind.__members__ if name != GateKind.none.name)
+        raise UserError(f"gate = {kind!r}: must be one of {kinds}")
+    if isinstance(options.get("gamma"), int | float):
+        options["gamma"] = {"init": float(options["gamma"])}
+    schema = OmegaConf.structured(GATES[GateKind[kind]])
+    schema.kind = GateKind[kind]
+    known = [key for key in schema if key != "kind"]
+    for key in options:
+        if key not in known:
+            raise UserError(no_such_key(f"gate.{key}", known))
+    try:
+        config = OmegaConf.merge(schema, options)
+    except OmegaConfBaseException as error:
+        raise UserError(f"gate.{error.full_key}: {str(error).splitlines()[0]}") from error
+    check_ranges(config, "gate.")
+    check_gate(config)
+    return config
 
 
 class GateMaker:

@@ -78,14 +78,25 @@ class ResidualBlock(nn.Module):
         if self.gate is None:
             return self.plain(x), None
         if self.gate.decides_first and not self.training:
-            decision = self.gate.decide(x, images)
+            decision = self.gate.decide(self.as_map(x), images)
             return self.route(x, decision.gate), BlockRouting(decision, None)
         s, r, dots = self.shortcut(x), self.residual(x), None
         if self.consistency or not self.gate.decides_first:
             s, r, dots = geometry.dot_products(s, r)
-        decision = self.gate.decide(x, images) if self.gate.decides_first else self.gate.compare(x, dots)
-        y = torch.addcmul(s, decision.gate.view(-1, 1, 1, 1).to(r.dtype), r)
+        first, maps = self.gate.decides_first, self.as_map(x)
+        decision = self.gate.decide(maps, images) if first else self.gate.compare(maps, dots)
+        z = decision.gate.view(-1, *(1 for _ in r.shape[1:]))
+        y = torch.addcmul(s, z.to(r.dtype), r)
         return self.activation(y), BlockRouting(decision, dots)
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of the block's input."""
+        return next(layer for layer in self.residual.modules() if isinstance(layer, nn.Conv2d)).in_channels
+
+    def as_map(self, x: Tensor) -> Tensor:
+        """A block's input or output as gates and exits pool it, (B, C, H, W)."""
+        return x
 
     def plain(self, x: Tensor) -> Tensor:
         """The output without a gate, the same for every sample."""

@@ -8,9 +8,9 @@ plain residual network is left.
 
 import copy
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,12 @@ from cosinegate import geometry
 from cosinegate.config.choices import Dynamic
 from cosinegate.gates.pooled import PooledGate
 from cosinegate.networks import GatedNetwork, ResidualBlock
+from cosinegate.networks.adapt import AdaptedNetwork, prune
 from cosinegate.networks.block import PadShortcut
+from cosinegate.networks.network import Step
 from cosinegate.terminal.errors import UserError
+
+Images = Tensor | Iterable[Tensor | Sequence[Tensor]]
 
 BATCH = 250
 HIDDEN = 16  # units of a predicting MLP
@@ -88,9 +92,11 @@ class Changes:
 
 @torch.no_grad()
 def compile_gates(
-    network: GatedNetwork, images: Tensor, dynamic: Dynamic | str = Dynamic.keep, tolerance: float = 0.0
+    network: GatedNetwork, images: Images, dynamic: Dynamic | str = Dynamic.keep, tolerance: float = 0.0
 ) -> tuple[GatedNetwork, Changes]:
-    """Returns the network without what its gates have settled on these images (B, C, H, W), and what was changed.
+    """Returns the network without what its gates have settled on these images, and what was changed.
+
+    Images are a tensor (B, C, H, W), or a loader of batches.
 
     A block counts as closed, or open, for all images where at most a fraction `tolerance` of them disagrees. For the
     others `dynamic` says what happens: `keep` leaves the gate, which is exact and saves nothing where it needs F(x);
@@ -101,8 +107,6 @@ def compile_gates(
     compiled = copy.deepcopy(network).eval()
     if not compiled.has_gates:
         raise UserError("a dense network has no gates, so there is nothing to compile")
-    if len(images) == 0:
-        raise UserError("there are no images to run the gates on")
     predicts = [
         dynamic is Dynamic.predict and block.gate is not None and not block.gate.decides_first
         for block in compiled.blocks
@@ -115,8 +119,8 @@ def compile_gates(
             changes.append(BlockChange(index, Action.removed if removed else Action.ungated, 0.0 if removed else 1.0))
         else:
             changes.append(_settle(block, index, gates[:, index], statistics.get(index), dynamic, tolerance))
-    _drop_activations(compiled)
-    return compiled, Changes(len(images), tuple(changes))
+    _finish(compiled)
+    return compiled, Changes(len(gates), tuple(changes))
 
 
 def _settle(
@@ -142,17 +146,29 @@ def remove_blocks(network: GatedNetwork, actions: list[Action]) -> None:
     """Gives an untrained network the shape of a compiled one, in place: what each block became is known."""
     for block, action in zip(network.blocks, actions, strict=True):
         if action is Action.predicted:
-            block.gate = PooledGate(_channels(block), HIDDEN)
+            block.gate = PooledGate(block.channels, HIDDEN)
         elif action is not Action.kept:
             block.gate = None
         if action is Action.removed:
             block.residual = None
-    _drop_activations(network)
+    _finish(network)
 
 
-def _channels(block: ResidualBlock) -> int:
-    """The channels of a block's input."""
-    return next(module for module in block.residual.modules() if isinstance(module, nn.Conv2d)).in_channels
+def _finish(network: GatedNetwork) -> None:
+    """Takes out what only removed blocks had a use for."""
+    if isinstance(network, AdaptedNetwork):
+        prune(network)
+    else:
+        _drop_activations(network)
+
+
+def batches(images: Images) -> Iterator[Tensor]:
+    """The images alone, some at a time, of a tensor or of a loader with labels or without."""
+    if isinstance(images, Tensor):
+        yield from images.split(BATCH) if len(images) else ()
+        return
+    for batch in images:
+        yield batch[0] if isinstance(batch, tuple | list) else batch
 
 
 def _checked(dynamic: Dynamic | str, tolerance: float) -> Dynamic:
@@ -164,18 +180,25 @@ def _checked(dynamic: Dynamic | str, tolerance: float) -> Dynamic:
         raise UserError(f"dynamic = {dynamic}: must be one of {', '.join(Dynamic.__members__)}") from error
 
 
-def _run_gates(network: GatedNetwork, images: Tensor, wanted: list[bool]) -> tuple[Tensor, dict[int, Tensor]]:
+def _run_gates(network: GatedNetwork, images: Images, wanted: list[bool]) -> tuple[Tensor, dict[int, Tensor]]:
     """The gates (B, N) of all images, and the pooled statistics (B, 3C) of the wanted blocks' inputs."""
     statistics: dict[int, list[Tensor]] = {index: [] for index, is_wanted in enumerate(wanted) if is_wanted}
+    like, gates = next(network.parameters()), []
 
-    def collect(index: int, block: ResidualBlock, inputs: tuple) -> None:
-        statistics[index].append(geometry.pooled_statistics(inputs[0]))
+    def collect(step: Step) -> None:
+        if step.routing is None:
+            columns.append(torch.full((len(step.x),), step.block.residual is not None, device=step.x.device))
+        else:
+            columns.append(step.routing.decision.gate.bool())
+        if step.index in statistics:
+            statistics[step.index].append(geometry.pooled_statistics(step.block.as_map(step.x)))
 
-    hooks = [network.blocks[index].register_forward_pre_hook(partial(collect, index)) for index in statistics]
-    like = next(network.parameters())
-    gates = [network(part.to(like)).routing.gates.bool() for part in images.split(BATCH)]
-    for hook in hooks:
-        hook.remove()
+    for part in batches(images):
+        columns: list[Tensor] = []
+        network.run(part.to(like), collect)
+        gates.append(torch.stack(columns, dim=1))
+    if not gates:
+        raise UserError("there are no images to run the gates on")
     return torch.cat(gates), {index: torch.cat(parts) for index, parts in statistics.items()}
 
 

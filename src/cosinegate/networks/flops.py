@@ -6,12 +6,31 @@ then multiplied by zero.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula, sdpa_flop_count
 
-from cosinegate.networks.network import GatedNetwork
+from cosinegate.networks.network import GatedNetwork, Step
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args, **kwargs) -> int:
+    return sdpa_flop_count(query, key, value)  # torch has this for its other attention operators alone
+
+
+@contextmanager
+def counting() -> Iterator[FlopCounterMode]:
+    """Counts the FLOPs of what runs inside."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a layer, of which nothing is counted
+    try:
+        with FlopCounterMode(display=False) as counter:
+            yield counter
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 @torch.no_grad()
@@ -19,7 +38,7 @@ def forward_flops(network: torch.nn.Module, images: Tensor) -> int:
     """FLOPs of one evaluation pass over the images."""
     was_training = network.training
     network.eval()
-    with FlopCounterMode(display=False) as counter:
+    with counting() as counter:
         network(images)
     network.train(was_training)
     return counter.get_total_flops()
@@ -40,11 +59,14 @@ def block_flops(network: GatedNetwork, shape: tuple[int, int, int]) -> Tensor:
     for block in meta.blocks:
         block.gate = None
     flops = []
-    for step in meta.walk(_image(shape)):
-        with FlopCounterMode(display=False) as counter:
+
+    def count(step: Step) -> None:
+        with counting() as counter:
             if step.block.residual is not None:
                 step.block.residual(step.x)
         flops.append(counter.get_total_flops())
+
+    meta.run(_image(shape), count)
     return torch.tensor(flops, dtype=torch.float32)
 
 

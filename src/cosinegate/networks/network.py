@@ -1,6 +1,6 @@
 """A network of gated residual blocks: a stem, the blocks, a head. Any architecture that is such a list can be one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One block of a walk through a network."""
+    """One block of a pass through a network."""
 
     index: int
     block: ResidualBlock
@@ -37,8 +37,11 @@ class Step(NamedTuple):
     routing: BlockRouting | None
 
 
+AfterBlock = Callable[[Step], Tensor | None]  # returns the indices of the samples that go on; None: all
+
+
 class GatedNetwork(nn.Module):
-    """The head computes class scores from the mean over the last block's map."""
+    """A stem, blocks one after the other, and a head that computes class scores from the mean over the last map."""
 
     def __init__(self, *, stem: nn.Module, blocks: list[ResidualBlock], head: nn.Linear, detach_target: bool) -> None:
         super().__init__()
@@ -55,24 +58,30 @@ class GatedNetwork(nn.Module):
     def has_gates(self) -> bool:
         return any(block.gate is not None for block in self.blocks)
 
-    def walk(self, images: Tensor) -> Iterator[Step]:
-        """Runs the blocks one after the other."""
+    def run(self, images: Tensor, after_block: AfterBlock | None = None) -> Tensor | None:
+        """Returns the class scores (B, K) of the samples that are left at the end; None if none is.
+
+        `after_block` is called after every block, and may say which samples go on.
+        """
         x = self.stem(images)
         for index, block in enumerate(self.blocks):
             y, routing = block(x, images)
-            yield Step(index, block, x, y, routing)
+            stays = None if after_block is None else after_block(Step(index, block, x, y, routing))
             x = y
-
-    def forward(self, images: Tensor) -> Output:
-        taken = []
-        for step in self.walk(images):
-            taken.append(step.routing)
-        logits = self.classify(step.y)
-        return Output(logits, self._routing(taken, logits) if any(taken) else None)
+            if stays is not None:
+                x, images = y[stays], images[stays]
+                if not torch.compiler.is_compiling() and len(x) == 0:
+                    return None
+        return self.classify(x)
 
     def classify(self, x: Tensor) -> Tensor:
         """Class scores (B, K) of the last block's output."""
         return self.head(global_average_pool(x))
+
+    def forward(self, images: Tensor) -> Output:
+        taken: list[BlockRouting | None] = []
+        logits = self.run(images, lambda step: taken.append(step.routing))
+        return Output(logits, self._routing(taken, logits) if any(taken) else None)
 
     def _routing(self, taken: list[BlockRouting | None], logits: Tensor) -> Routing:
         one, unknown, zero = (logits.new_full(logits.shape[:1], value) for value in (1.0, torch.nan, 0.0))

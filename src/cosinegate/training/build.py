@@ -2,64 +2,80 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
-from cosinegate.config.choices import GateKind, Weighting
-from cosinegate.config.identity import blocks_per_stage, primitives, reference, stage_widths
+from cosinegate.config.choices import GateKind, Library, Weighting
+from cosinegate.config.identity import blocks_per_stage, convolution_weights, primitives, reference, stage_widths
 from cosinegate.data import IMAGE_SETS
 from cosinegate.gates import Gate
 from cosinegate.gates.make import GateMaker
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks import GatedNetwork, ResNet
+from cosinegate.networks.adapt import AdaptedNetwork, adapted, fill_slots
 from cosinegate.networks.flops import block_flops, dense_flops
-from cosinegate.objective import Objective
+from cosinegate.networks.library import library_model, parameter_count
+from cosinegate.objective import CosineGateLoss
 from cosinegate.terminal.secrets import masked
-
-
-def first_of_stage(config: DictConfig) -> list[bool]:
-    """(N,): whether each block is the first of its stage."""
-    if config.network.torchvision is not None:
-        import torchvision  # what few networks need
-
-        from cosinegate.networks.torchvision import residual_blocks
-
-        with torch.device("meta"):
-            model = torchvision.models.get_model(config.network.torchvision, weights=None)
-        return [is_first for _, is_first in residual_blocks(model)]
-    return [index == 0 for number in blocks_per_stage(config.network) for index in range(number)]
-
-
-def gated_blocks(config: DictConfig) -> list[bool]:
-    """(N,): whether each block has a gate."""
-    if config.gate.kind is GateKind.none:
-        return [False] * len(first_of_stage(config))
-    return [config.gate.first_blocks or not is_first for is_first in first_of_stage(config)]
 
 
 def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | None = None) -> GatedNetwork:
     """The network with gates as the config has them, or as `make_gate` makes them by a block's input channels."""
-    image_set, network = IMAGE_SETS[config.data.name.name], config.network
-    common = {
-        "in_channels": image_set.shape[2],
-        "num_classes": len(image_set.classes),
-        "make_gate": make_gate or GateMaker(config.gate, gated_blocks(config)),
-        "consistency": config.objective.lambda_cons > 0,
-        "detach_target": config.objective.consistency.detach_target,
-    }
-    if network.torchvision is not None:
-        from cosinegate.networks.torchvision import torchvision_resnet
-
-        return torchvision_resnet(network.torchvision, **common)
+    if config.network.library is not None:
+        with torch.device("cpu"):  # it runs once, which needs numbers
+            return _library_network(config, make_gate)
+    network, image_set = config.network, IMAGE_SETS[config.data.name.name]
+    first = [index == 0 for number in blocks_per_stage(network) for index in range(number)]
     return ResNet(
         blocks_per_stage=blocks_per_stage(network),
         widths=stage_widths(network),
+        in_channels=image_set.shape[2],
+        num_classes=len(image_set.classes),
         shortcut=network.shortcut,
         post_activation=network.post_activation,
-        **common,
+        make_gate=make_gate or GateMaker(config.gate, _gated(config, first)),
+        consistency=config.objective.lambda_cons > 0,
+        detach_target=config.objective.consistency.detach_target,
     )
+
+
+def _library_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | None) -> AdaptedNetwork:
+    height, width, channels = IMAGE_SETS[config.data.name.name].shape
+    model = library_model(*_library_arguments(config))
+    example = torch.rand(2, channels, height, width, generator=torch.Generator().manual_seed(0))
+    gated = adapted(
+        model,
+        example,
+        consistency=config.objective.lambda_cons > 0,
+        detach_target=config.objective.consistency.detach_target,
+    )
+    shapes = [torch.Size(), *(part.output_shape for part in gated.blocks)]
+    first = [before != after for before, after in pairwise(shapes)]
+    fill_slots(gated, make_gate or GateMaker(config.gate, _gated(config, first)))
+    return gated
+
+
+def weights_of(config: DictConfig) -> int:
+    """How many weights the network has at least, known before any memory is taken for them."""
+    if config.network.library is None:
+        return convolution_weights(config.network)
+    return parameter_count(*_library_arguments(config)) or 0
+
+
+def _library_arguments(config: DictConfig) -> tuple[Library, str, dict[str, Any], int, int]:
+    image_set, network = IMAGE_SETS[config.data.name.name], config.network
+    options = OmegaConf.to_container(network.options, resolve=True)
+    return network.library, network.model, options, image_set.shape[2], len(image_set.classes)
+
+
+def _gated(config: DictConfig, first_of_stage: list[bool]) -> list[bool]:
+    """(N,): whether each block has a gate."""
+    if config.gate.kind is GateKind.none:
+        return [False] * len(first_of_stage)
+    return [config.gate.first_blocks or not is_first for is_first in first_of_stage]
 
 
 def dense_network(config: DictConfig) -> GatedNetwork:
@@ -91,28 +107,22 @@ def build_module(config: DictConfig) -> LitCosineGate:
     kept = json.loads(masked(json.dumps(primitives(config))))  # checkpoints hold it, and loggers send it
     return LitCosineGate(
         network=network,
-        objective=build_objective(config),
+        objective=build_objective(config, network),
         optimizer=config.optimizer,
         num_classes=network.num_classes,
         hparams=kept,
     )
 
 
-def build_objective(config: DictConfig) -> Objective:
-    objective = config.objective
-    return Objective(
+def build_objective(config: DictConfig, network: GatedNetwork) -> CosineGateLoss:
+    """The loss of a network's training, before the warmup callback sets its warmup."""
+    objective, by_flops = config.objective, config.objective.weighting is Weighting.flops
+    return CosineGateLoss(
         lambda_flops=objective.lambda_flops,
         lambda_cons=objective.lambda_cons,
         tau_target=objective.tau_target,
         sided=objective.sided,
         target=objective.target,
-        block_weights=_block_weights(config) if objective.weighting is Weighting.flops else None,
-        gated=torch.tensor(gated_blocks(config), device="cpu"),
+        block_weights=block_flops(network, IMAGE_SETS[config.data.name.name].shape) if by_flops else None,
+        gated=torch.tensor([block.gate is not None for block in network.blocks], device="cpu"),
     )
-
-
-def _block_weights(config: DictConfig) -> Tensor:
-    """(N,): the FLOPs of every block's residual."""
-    with torch.device("meta"):
-        network = dense_network(config)
-    return block_flops(network, IMAGE_SETS[config.data.name.name].shape)

@@ -8,7 +8,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.config.checks import validate
 from cosinegate.config.choices import Checkpoint, GateKind
-from cosinegate.config.identity import convolution_weights
 from cosinegate.config.legacy import upgraded
 from cosinegate.config.schema import GATES, Config
 from cosinegate.lit import LitCosineGate
@@ -16,7 +15,7 @@ from cosinegate.runs.checkpoint import load_weights, read_checkpoint
 from cosinegate.runs.record import read_record
 from cosinegate.runs.untrusted import first_line
 from cosinegate.terminal.errors import UserError
-from cosinegate.training.build import build_module
+from cosinegate.training.build import build_module, weights_of
 
 SMALLEST_WEIGHT = 2  # bytes, in half precision
 
@@ -85,7 +84,7 @@ def checked_config(stored: Any, path: Path, size: int) -> DictConfig:
         validate(config)
     except UserError as error:
         raise UserError(f"{path}: changed, or written by another version: {error}") from error
-    if convolution_weights(config.network) * SMALLEST_WEIGHT > size:
+    if weights_of(config) * SMALLEST_WEIGHT > size:
         raise UserError(f"{path}: a file of {size} bytes does not hold the network that it asks for")
     return config
 

@@ -4,11 +4,11 @@ import copy
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from cosinegate.deploy.exits.fit import pass_through
 from cosinegate.deploy.exits.network import EarlyExitNetwork
-from cosinegate.networks.flops import dense_flops
+from cosinegate.networks.flops import counting, dense_flops
+from cosinegate.networks.network import Step
 from cosinegate.terminal.errors import UserError
 
 STEPS = 60  # of the bisection
@@ -36,6 +36,12 @@ def require_budget(budget: float, costs: Tensor) -> None:
         raise UserError(f"budget = {budget:g}: {words}")
 
 
+def default_budgets(costs: Tensor) -> list[float]:
+    """Three budgets between the least and the most that paths of these costs (E + 1,) take, the middle one first."""
+    least, most = costs[0].item(), min(costs[-1].item(), 1.0)
+    return [round(least + part * (most - least), 3) for part in (0.5, 0.25, 0.75)]
+
+
 def exit_logits(network: EarlyExitNetwork, images: Tensor) -> Tensor:
     """(B, E): the logit of every image at every exit, had none exited before."""
     passed = pass_through(network.network, network.after, images)
@@ -60,11 +66,13 @@ def path_costs(network: EarlyExitNetwork, image: Tensor) -> Tensor:
     for block in meta.blocks:
         block.gate = None
     _, channels, height, width = image.shape
-    with FlopCounterMode(display=False) as counter:
-        for step in meta.network.walk(torch.empty(1, channels, height, width, device="meta")):
+    with counting() as counter:
+
+        def add_exit(step: Step) -> None:
             if (at := meta.exit_after(step.index)) is not None:
-                at(step.y)
+                at(step.block.as_map(step.y))
                 spent.append(counter.get_total_flops())
-        meta.network.classify(step.y)
+
+        meta.network.run(torch.empty(1, channels, height, width, device="meta"), add_exit)
     own = dense_flops(network.network, (height, width, channels))
     return torch.tensor([*spent, counter.get_total_flops()], dtype=torch.float64) / own

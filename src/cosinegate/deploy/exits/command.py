@@ -12,7 +12,7 @@ from torch import Tensor
 from cosinegate.config.checks import require_positive
 from cosinegate.config.commands import ExitsConfig
 from cosinegate.deploy.card import CARD, WEIGHTS, described, sha256, write_card, write_weights
-from cosinegate.deploy.exits.budget import path_costs, require_budget, set_budget
+from cosinegate.deploy.exits.budget import default_budgets, path_costs, require_budget, set_budget
 from cosinegate.deploy.exits.figure import MARK, draw_frontier
 from cosinegate.deploy.exits.fit import default_exits, fit_exits, new_exits
 from cosinegate.deploy.exits.network import EarlyExitNetwork
@@ -65,12 +65,6 @@ def exits(asked: ExitsConfig) -> dict[str, Any]:
     with naming(folder), locked(folder, wait=False):
         _write(source, early, found, folder)
     return found
-
-
-def default_budgets(costs: Tensor) -> list[float]:
-    """Three budgets between the least and the most that paths of these costs (E + 1,) take, the middle one first."""
-    least, most = costs[0].item(), min(costs[-1].item(), 1.0)
-    return [round(least + part * (most - least), 3) for part in (0.5, 0.25, 0.75)]
 
 
 def training_images(source: Source, number: int | None) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from cosinegate import geometry
 from cosinegate.deploy.exits.network import Exit, uncertainty
 from cosinegate.networks import GatedNetwork
+from cosinegate.networks.network import Step
 from cosinegate.terminal.errors import UserError
 
 CHUNK = 250  # images at a time
 BATCH, RATE, DECAY = 512, 0.01, 1e-4  # Adam, its rate annealed to zero along a cosine
 PASSES, LEAST_STEPS = 10, 300
+MOST = 4  # exits where nobody names them
 
 
 class Passed(NamedTuple):
@@ -30,22 +32,30 @@ def pass_through(network: GatedNetwork, after: list[int], images: Tensor) -> Pas
     was_training = network.training
     network.eval()
     statistics: dict[int, list[Tensor]] = {index: [] for index in after}
-    scores, like = [], next(network.parameters())
-    for part in images.split(CHUNK):
-        for step in network.walk(part.to(like)):
-            if step.index in statistics:
-                statistics[step.index].append(geometry.pooled_statistics(step.y))
-        scores.append(network.classify(step.y))
+    like = next(network.parameters())
+
+    def pool(step: Step) -> None:
+        if step.index in statistics:
+            statistics[step.index].append(geometry.pooled_statistics(step.block.as_map(step.y)))
+
+    scores = [network.run(part.to(like), pool) for part in images.split(CHUNK)]
     network.train(was_training)
     return Passed({index: torch.cat(parts) for index, parts in statistics.items()}, torch.cat(scores))
 
 
 @torch.no_grad()
 def default_exits(network: GatedNetwork, image: Tensor) -> list[int]:
-    """Every block of the last stage after which another one follows, for images like this one (1, C, H, W)."""
-    shapes = [step.y.shape for step in network.walk(image.to(next(network.parameters())))]
+    """Blocks of the last stage after which another one follows, at most MOST of them, evenly spread.
+
+    For images like this one (1, C, H, W).
+    """
+    shapes: list[torch.Size] = []
+    network.run(image.to(next(network.parameters())), lambda step: shapes.append(step.y.shape))
     last_stage = [index for index, shape in enumerate(shapes) if shape == shapes[-1]]
-    return [index for index in last_stage if may_exit_after(network, index)]
+    possible = [index for index in last_stage if may_exit_after(network, index)]
+    if len(possible) <= MOST:
+        return possible
+    return [possible[round((place + 1) * len(possible) / (MOST + 1))] for place in range(MOST)]
 
 
 def may_exit_after(network: GatedNetwork, index: int) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cosinegate import geometry
 from cosinegate.networks import GatedNetwork, Output, Routing
+from cosinegate.networks.network import Step
 
 HIDDEN_CLASSIFIER, HIDDEN_POLICY = 64, 32
 LEAK = 0.1  # slope below zero: a hidden unit that is zero for every image would never learn again
@@ -82,21 +83,25 @@ class EarlyExitNetwork(nn.Module):
     def forward(self, images: Tensor) -> Output:
         if self.training:
             return self.network(images)
-        x, here = self.network.stem(images), torch.arange(len(images), device=images.device)
-        logits = x.new_zeros(len(images), self.num_classes)
-        gates = x.new_zeros(len(images), len(self.blocks))  # an image that has exited computes no block
-        for index, block in enumerate(self.blocks):
-            x, routing = block(x, images[here])
-            gates[here, index] = float(block.residual is not None) if routing is None else routing.decision.gate
-            if (at := self.exit_after(index)) is not None:
-                scores, logit = at(x)
-                stays = logit > self.threshold
-                logits[here[~stays]] = scores[~stays].to(logits.dtype)
-                x, here = x[stays], here[stays]
-                if len(here) == 0:
-                    break
-        else:
-            logits[here] = self.network.classify(x)
+        here = torch.arange(len(images), device=images.device)  # which images are left
+        logits = images.new_zeros(len(images), self.num_classes)
+        gates = images.new_zeros(len(images), len(self.blocks))  # an image that has exited computes no block
+
+        def exit_after(step: Step) -> Tensor | None:
+            nonlocal here
+            computes = float(step.block.residual is not None)
+            gates[here, step.index] = computes if step.routing is None else step.routing.decision.gate.to(gates.dtype)
+            if (at := self.exit_after(step.index)) is None:
+                return None
+            scores, logit = at(step.block.as_map(step.y))
+            stays = logit > self.threshold
+            logits[here[~stays]] = scores[~stays].to(logits.dtype)
+            here = here[stays]
+            return stays.nonzero().squeeze(1)
+
+        last = self.network.run(images, exit_after)
+        if last is not None:
+            logits[here] = last.to(logits.dtype)
         unknown = torch.full_like(gates, torch.nan)
         return Output(logits, Routing(gates, unknown, unknown, torch.zeros_like(gates)))
 

@@ -1,0 +1,1 @@
+"""The parts of other libraries' blocks. A library's file is imported once a model has a block of that library."""
