@@ -63,7 +63,7 @@ def load_module(run: str, checkpoint: Checkpoint | None) -> tuple[Path, LitCosin
         raise UserError(f"{run}/card.json: name = {str(name)[:80]}: must be a plain name")
     module = LitCosineGate(
         network=network,
-        objective=build_objective(config),
+        objective=build_objective(config, network),
         optimizer=config.optimizer,
         num_classes=network.num_classes,
         hparams={},

@@ -118,7 +118,7 @@ CASES = [  # the command line, what the line says, and the environment
     ("train gate=skipnets", "gate/skipnets"),
     ("train gate.kind=skipnets", "cosine, none, skipnet, aig"),
     ("train network=resnet21", "network/resnet21"),
-    ("train network.torchvision=vgg16", "resnet18"),
+    ("train network.library=keras network.model=vgg16", "timm, torchvision"),
     ("train gate=random gate.rate=1.5", "gate.rate = 1.5: must be above 0 and at most 1"),
     ("train gate=aig gate.start=1", "gate.start"),
     ("train gate=aig gate.hidden=10000000000000", "gate.hidden"),

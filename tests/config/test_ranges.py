@@ -56,7 +56,9 @@ EDGES: dict[str, list[Any]] = {  # of what is neither a choice nor true or false
     "network.blocks": [None, [1, 1, 1], [1, 1, 2]],
     "network.width": [1],
     "network.widths": [None, [1, 1, 1], [1, 2, 40]],
-    "network.torchvision": [None],
+    "network.library": [None],
+    "network.model": [None],
+    "network.options": [None, {}],
     "gate.threshold": INSIDE,
     "gate.gamma.init": [-LARGEST, -1e-30, 1e-30, LARGEST],
     "gate.controller.reduction": [1, 10**9],
@@ -95,7 +97,6 @@ EDGES: dict[str, list[Any]] = {  # of what is neither a choice nor true or false
     "trainer.profiler": [None, "simple"],
 }
 LONG = {  # what takes seconds each
-    "network.torchvision": ["resnet18"],
     "network.depth": [56],
     "trainer.num_nodes": [2],
     "trainer.precision": ["bf16-mixed", "16-mixed", "bf16-true", "16-true"],

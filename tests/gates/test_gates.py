@@ -252,7 +252,7 @@ def test_a_checkpoint_from_before_these_keys_is_read_as_it_was_meant(tmp_path):
     for group, keys in {
         "gate": ("first_blocks",),
         "objective": ("sided", "target"),
-        "network": ("blocks", "widths", "torchvision"),
+        "network": ("blocks", "widths", "library", "model", "options"),
     }.items():
         old[group] = {key: value for key, value in old[group].items() if key not in keys}
     old["callbacks"] = {}
@@ -265,7 +265,7 @@ BAD = [
     (["gate=skipnets"], "skipnets", "skipnet"),
     (["gate.kind=skipnets"], "gate.kind", "skipnets", "aig"),
     (["network=resnet21"], "resnet21", "resnet20"),
-    (["network.torchvision=vgg16"], "network.torchvision", "vgg16", "resnet18"),
+    (["network.library=keras"], "network.library", "keras", "torchvision"),
     (["gate=random", "gate.rate=1.5"], "gate.rate", "1.5", "at most 1"),
     (["gate=random", "gate.rate=0"], "gate.rate", "above 0"),
     (["gate=random", "gate.gamma.init=-1"], "gate.gamma", "no such key", "rate"),

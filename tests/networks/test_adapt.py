@@ -297,21 +297,22 @@ def test_flops_are_counted_part_by_part_attention_included():
     assert whole - forward_flops(network, x) == projections + 2 * 2 * heads * tokens**2 * (width // heads)
 
 
-def test_exits_shrink_the_batch_inside_any_model(rng):
+def test_exits_shrink_the_batch_inside_any_model(rng, monkeypatch):
     """Each image has the answer of the first exit that it takes, and of the whole model where it takes none."""
+    monkeypatch.setattr("cosinegate.deploy.exits.fit.LEAST_STEPS", 30)
     for name in ("own", "timm vit", "timm resnet"):
         model = model_of(name).float()
-        x, y = torch.randn(400, 3, SIDE, SIDE, generator=rng), torch.arange(400) % 10
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=100)
+        x, y = torch.randn(120, 3, SIDE, SIDE, generator=rng), torch.arange(120) % 10
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=50)
         early = cosinegate.add_exits(model, loader, after=[0, 1])
         early.threshold.fill_(float(exit_logits(early, x).median()))
         with torch.no_grad():
             output, whole = early(x), model(x)
         computed = output.routing.gates
         stayed = computed[:, -1] == 1
-        assert 0 < stayed.sum() < 400
+        assert 0 < stayed.sum() < 120
         torch.testing.assert_close(output.logits[stayed], whole[stayed], rtol=0, atol=1e-4)
-        one_by_one = torch.cat([early(x[i : i + 1]).logits for i in range(0, 400, 40)])
+        one_by_one = torch.cat([early(x[i : i + 1]).logits for i in range(0, 120, 40)])
         torch.testing.assert_close(output.logits[::40], one_by_one, rtol=0, atol=1e-4)
         early.threshold.fill_(torch.inf)
         with torch.no_grad():
@@ -365,6 +366,11 @@ REFUSED = {
     "an adapter that does not fit": (lambda: OwnNetwork(Scaled), {}, "does not fit its block (Scaled)"),
     "runs twice": (Shared, {}, "runs twice"),
     "no known block": (lambda: Unknown(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 10)), {}, "@cosinegate.parts"),
+    "images of another size": (
+        lambda: MODELS["timm vit"](),
+        {"example": torch.zeros(2, 3, 8, 8).double()},
+        "takes no images of",
+    ),
     "no scores": (Tuple, {}, "must return class scores"),
     "a gate that is not there": (OwnNetwork, {"gate": "cosin"}, "must be one of cosine"),
     "an option that is not there": (OwnNetwork, {"gama": -2}, "did you mean gamma?"),

@@ -73,7 +73,9 @@ def validate(config: DictConfig) -> None:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not abs(number) <= LARGEST:  # nor of what is no number
                 raise UserError(f"{key} = {value}: must be a finite number, at most {LARGEST:g}")
-        if SECRET.search(key.rpartition(".")[2]) and value is not None:  # it would lie in records and checkpoints
+        is_option = key.startswith("network.options.") and not isinstance(value, str)  # such as class_token=false
+        named_so = SECRET.search(key.rpartition(".")[2]) and not is_option
+        if named_so and value is not None:  # it would lie in records and checkpoints
             raise UserError(
                 f"{key}: a secret has no place in a config; W&B's key is for `wandb login` or WANDB_API_KEY"
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, ListConfig
+from omegaconf import MISSING, DictConfig, ListConfig
 
 from cosinegate.config.choices import (
     Annealing,
@@ -125,7 +125,9 @@ class NetworkConfig:
     post_activation: bool = True
     library: Library | None = None  # timm or torchvision; then `model` and `options` are used, and no key above
     model: str | None = None  # the library's name for it, as in convnext_atto
-    options: dict[str, Any] = field(default_factory=dict)  # of the library's, as in {img_size: 32, patch_size: 4}
+    options: Any = allowed(  # the library's own, as in {img_size: 32, patch_size: 4}
+        None, lambda v: v is None or isinstance(v, DictConfig | dict), "null or a mapping, as in {img_size: 32}"
+    )
 
 
 @dataclass

@@ -270,6 +270,7 @@ def adapted(
     if any(isinstance(module, GatedPart) for module in model.modules()):
         raise UserError(f"{type(model).__name__}: its blocks have been adapted already; give the model itself")
     model = copy.deepcopy(model)
+    _blocks_of(model)
     if turned_off := _turn_off_stochastic_depth(model):
         warnings.warn(f"stochastic depth is set to 0 in {turned_off} layers: gates skip instead", stacklevel=3)
     if example.device.type != "meta":  # there are no scores to compare
@@ -285,8 +286,12 @@ def adapted(
 
 def _scores(model: nn.Module, example: Tensor) -> Tensor:
     was_training = model.training
-    with torch.no_grad():
-        scores = model.eval()(example)
+    try:
+        with torch.no_grad():
+            scores = model.eval()(example)
+    except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
+        words = f"takes no images of shape {tuple(example.shape[1:])}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"{type(model).__name__}: {words}") from error
     model.train(was_training)
     if not isinstance(scores, Tensor) or scores.dim() != 2 or len(scores) != len(example):
         raise UserError(f"{type(model).__name__}: must return class scores, a tensor (B, K)")

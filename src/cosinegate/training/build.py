@@ -67,7 +67,7 @@ def weights_of(config: DictConfig) -> int:
 
 def _library_arguments(config: DictConfig) -> tuple[Library, str, dict[str, Any], int, int]:
     image_set, network = IMAGE_SETS[config.data.name.name], config.network
-    options = OmegaConf.to_container(network.options, resolve=True)
+    options = {} if network.options is None else OmegaConf.to_container(network.options, resolve=True)
     return network.library, network.model, options, image_set.shape[2], len(image_set.classes)
 
 
