@@ -54,7 +54,7 @@ train, held_out, test = slice(0, 1100), slice(1100, 1400), slice(1400, None)
 loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=50, shuffle=True)
 
 net = cosinegate.add_gates(Model(), gate="cosine", polarity="novelty", gamma=2.5, example=images[:2])
-loss = cosinegate.CosineGateLoss(lambda_flops=3, lambda_cons=0.01, tau_target=0.6, warmup_epochs=5)
+loss = cosinegate.CosineGateLoss(lambda_flops=30, lambda_cons=0.01, tau_target=0.5, warmup_epochs=5)
 sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 for epoch in range(int(sys.argv[1]) if len(sys.argv) > 1 else 20):
     for x, y in loader:
@@ -71,7 +71,7 @@ with torch.no_grad():
     print(
         f"compiled: {accuracy(small(images[test]), labels[test])}, {changes.computed} of {len(changes.blocks)} blocks"
     )
-early = cosinegate.add_exits(small, loader, after=[0])
+early = cosinegate.add_exits(small, loader, budget=0.9, after=[0])
 with torch.no_grad():
     out = early(images[test])
     left = out.routing.gates[:, -1].mean()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_one_line, config, process
+from conftest import ROOT, assert_one_line, config, process
 
 from cosinegate.config.identity import identity
 from cosinegate.deploy.exits.command import exits
@@ -105,3 +105,15 @@ def test_a_mistake_is_one_line(words, fragment, tmp_path):
     done = process("src/train.py", "data=digits", *words, f"runs_dir={tmp_path}")
     assert_one_line(done, fragment)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_example_goes_from_gates_to_a_file_with_a_network_of_its_own(tmp_path):
+    done = process(str(ROOT / "examples" / "own_model.py"), "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    trained, *_, written = (
+        line for line in done.stdout.splitlines() if line.endswith((".onnx", "%")) or "mean gate" in line
+    )
+    assert trained.startswith("trained:")
+    assert written == "written to own_model.onnx"
+    assert "removed" in done.stdout or "gate dropped" in done.stdout
+    assert (tmp_path / "own_model.onnx").stat().st_size > 10_000
