@@ -5,11 +5,9 @@ import json
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require
 
 
 def task(config: DictConfig) -> None:
-    require(config)
     from cosinegate.evaluate import evaluate, show
 
     found = evaluate(config)

@@ -5,11 +5,9 @@ import sys
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require
 
 
 def task(config: DictConfig) -> None:
-    require(config)
     from cosinegate.analysis.tables import pareto
 
     pareto(config, " ".join(sys.argv))

@@ -13,10 +13,9 @@ from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import TestRouting
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.routes import Routes
-from cosinegate.config.checks import require_positive
 from cosinegate.config.choices import Checkpoint
 from cosinegate.config.commands import EvaluateConfig
-from cosinegate.config.schema import is_batches, is_plain_name
+from cosinegate.config.ranges import is_plain_name
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import read_network
 from cosinegate.deploy.source import is_written_network
@@ -34,11 +33,8 @@ from cosinegate.training.trainer import build_trainer, check_limit, lightning_mi
 def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
     """What the test set shows of a network: as plain values, as the routing summary, and the names of the classes."""
     quiet()
-    require_positive(asked, "threads")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
-    if not is_batches(asked.limit_batches):
-        raise UserError(f"limit_batches = {asked.limit_batches}: must be null, a number of batches or a fraction")
     path, module, config, name = load_module(asked.run, asked.checkpoint)
     config.data.root, config.data.folder = asked.root or config.data.root, asked.data_folder or config.data.folder
     config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json

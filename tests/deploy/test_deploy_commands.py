@@ -320,7 +320,7 @@ def test_runs_are_timed_against_the_network_of_their_depth_however_their_blocks_
     for name, asked in {"run": ["gate=aig", "objective=per_block"], "dense": ["gate=none", "objective=plain"]}.items():
         blocks = ["network.depth=14", "network.blocks=[1,2,3]"] if name == "run" else []
         train(config("+experiment=digits", *asked, *short, *blocks, f"run_dir={tmp_path / name}"))
-    few = ("batches=[1]", "images=16", "rounds=1", "compile=false")
+    few = ("batches=[1]", "images=16", "rounds=1", "torch_compile=false")
     timed = ask("benchmark", f"run={tmp_path / 'run'}", f"against=[{tmp_path / 'dense'}]", *few)
     assert read_record(tmp_path / "dense").latency_ms > 0
     assert read_record(tmp_path / "dense").latency.time_ratio > 0

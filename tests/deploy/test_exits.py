@@ -274,7 +274,7 @@ def test_it_is_exported_with_a_form_for_one_image_and_timed(made):
         assert card["forms"][name]["equal"]
         assert card["forms"][name]["rerouted"] <= 3
     assert card["forms"]["trained"]["executed"] == pytest.approx(0.95, abs=0.05)
-    small = ["rounds=1", "batches=[1,8]", "compile=false", "images=64", "threads=1"]
+    small = ["rounds=1", "batches=[1,8]", "torch_compile=false", "images=64", "threads=1"]
     done = process("src/benchmark.py", f"run={made}", *small)
     assert done.returncode == 0, done.stderr
     timed = json.loads((made / "benchmark" / "benchmark.json").read_text())

@@ -53,8 +53,6 @@ def table(config: TableConfig, command: str) -> None:
     folders = chosen_folders(config, hint, alone=True)
     path = Path(config.path or f"results/{config.sweep or _name(folders)}.md")
     figure = path.parent / f"{path.stem}.png"
-    if path == figure:
-        raise UserError(f"path = {path}: is the figure's name; give the table's, as in {path.stem}.md")
     require_own({path: TITLE}, {figure: MARK})
     skipped: list[str] = []
     runs = find_runs(folders, skipped.append)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cosinegate.config.identity import NOT_IDENTITY, leaves
-from cosinegate.config.schema import is_plain_name
+from cosinegate.config.ranges import is_plain_name
 from cosinegate.runs.record import Record, ended_early, read_record, require
 from cosinegate.runs.untrusted import parse_yaml, read_text
 from cosinegate.terminal.errors import UserError

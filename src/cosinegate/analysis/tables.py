@@ -4,14 +4,12 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from cosinegate.analysis import pareto as plots
 from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs, run_folders
-from cosinegate.config.checks import is_number
-from cosinegate.config.schema import is_plain_name
 from cosinegate.runs.manifest import manifest_path, read_manifest
 from cosinegate.runs.record import read_record
 from cosinegate.terminal.console import cell, complain, say
@@ -24,8 +22,6 @@ HINT = "make pareto SWEEP=quick trains some in minutes"
 def pareto(config: DictConfig, command: str) -> None:
     """Reads the runs, writes a figure and tables for each family that can be compared, and shows the tables."""
     x = config.x.name
-    if config.reference is not None and (len(config.reference) != 2 or not all(map(is_number, config.reference))):
-        raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
     folders = chosen_folders(config)
     skipped: list[str] = []
     runs = find_runs(folders, skipped.append)
@@ -86,16 +82,10 @@ def chosen_folders(config: DictConfig, hint: str = HINT, alone: bool = False) ->
     """
     if config.sweep is None:
         names = [config.runs] if isinstance(config.runs, str) else config.runs
-        if not names or (not OmegaConf.is_list(names) and not isinstance(names, list)):
-            raise UserError(f"runs = {config.runs}: must be a folder or a list of folders, [...]")
-        if not all(isinstance(name, str) and name for name in names):
-            raise UserError(f"runs = {config.runs}: must be the names of folders")
         missing = [name for name in names if not Path(name).is_dir()]
         if missing:
             raise UserError(f"runs = {missing[0]}: no such folder" + (f": {hint}" if len(names) == 1 else ""))
         return [Path(name) for name in names]
-    if not is_plain_name(config.sweep):
-        raise UserError(f"sweep = {config.sweep}: must be a sweep's name")
     root = Path(config.runs_dir)
     path = manifest_path(config.sweep, config.runs_dir)
     others = list(_asked_for(root, config.sweep)) if alone else []

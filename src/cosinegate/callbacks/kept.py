@@ -19,7 +19,7 @@ from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, LearningRate, Reseed, ShareOut
 from cosinegate.callbacks.training_statistics import TrainingStatistics
-from cosinegate.config.schema import seconds
+from cosinegate.config.ranges import seconds
 from cosinegate.runs.dynamic import routed_percent
 from cosinegate.runs.folder import run_stamp
 from cosinegate.runs.record import Record

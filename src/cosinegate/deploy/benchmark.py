@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosinegate.config.checks import require_positive
 from cosinegate.config.choices import Checkpoint, Dynamic
 from cosinegate.config.commands import BenchmarkConfig
 from cosinegate.config.identity import reference
@@ -63,9 +62,6 @@ class Row:
 
 def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
     """Written to `benchmark.json`, `benchmark.md` and `benchmark.png`; latency goes into the run's record."""
-    require_positive(asked, "threads", "rounds", "images")
-    if not asked.batches or min(asked.batches) < 1:
-        raise UserError(f"batches = {list(asked.batches)}: must be numbers of images, each at least 1")
     torch.set_num_threads(asked.threads)
     source = load_source(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     require_something_to_deploy(source)
@@ -97,7 +93,9 @@ def benchmark(asked: BenchmarkConfig) -> dict[str, Any]:
         name: Model(network, counted, executed, own, is_own=True),
     } | others
     with tempfile.TemporaryDirectory() as scratch, naming(Path(scratch)):
-        engines = Engines(models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.compile)
+        engines = Engines(
+            models, images[:CALIBRATION_IMAGES], held_out, Path(scratch), asked.threads, asked.torch_compile
+        )
         rows, int8 = [], _int8(name, models[name], source, route, Path(scratch), images, labels)
         for batch in sorted(set(asked.batches)):
             console.say(f"timing batch {batch}: {asked.rounds} rounds of every model in turn")

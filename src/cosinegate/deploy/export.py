@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cosinegate.config.checks import require_positive
 from cosinegate.config.choices import Dynamic
 from cosinegate.config.commands import ExportConfig
 from cosinegate.deploy.card import CARD, WEIGHTS, Network, described, is_card_folder, sha256, write_card, write_weights
@@ -41,11 +40,8 @@ MANY = 64  # images at a time
 
 def export(asked: ExportConfig) -> dict[str, Any]:
     """Writes ONNX and int8 files, `weights.safetensors` and `card.json`; returns the card."""
-    require_positive(asked, "threads", "images")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
-    if not 0 <= asked.tolerance < 0.5:
-        raise UserError(f"tolerance = {asked.tolerance}: must be at least 0 and below 0.5")
     source = load_source(asked.run, asked.checkpoint, asked.root, asked.data_folder)
     require_something_to_deploy(source)
     folder = Path(asked.output) if asked.output is not None else source.folder / "export"

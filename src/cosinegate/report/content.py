@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 
 from cosinegate.callbacks.routes import Routes
-from cosinegate.config.checks import is_number
 from cosinegate.config.choices import Checkpoint
+from cosinegate.config.ranges import is_number
 from cosinegate.deploy.source import is_written_network
 from cosinegate.evaluate import find_routes, load_module
 from cosinegate.plots.curves import phases

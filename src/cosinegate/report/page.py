@@ -26,8 +26,6 @@ def report(config: DictConfig) -> None:
     """Writes the report that the config asks for, and says where."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.runs is None and config.sweep is None:
-        raise UserError("runs has no value: give a run's folder, as in runs=[runs/mnist/<run>], or sweep=quick")
     folders = chosen_folders(config)
     if config.sweep is not None:  # of a sweep on its way, those that have begun
         folders = [folder for folder in folders if (folder / "record.json").exists()]

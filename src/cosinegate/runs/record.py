@@ -17,7 +17,7 @@ from annotated_types import Predicate
 from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
-from cosinegate.config.schema import is_plain_name
+from cosinegate.config.ranges import is_plain_name
 from cosinegate.runs.files import write_atomically
 from cosinegate.runs.untrusted import first_line, read_json, read_text
 from cosinegate.terminal.errors import UserError

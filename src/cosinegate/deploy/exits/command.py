@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cosinegate.config.checks import require_positive
 from cosinegate.config.commands import ExitsConfig
 from cosinegate.deploy.card import CARD, WEIGHTS, described, sha256, write_card, write_weights
 from cosinegate.deploy.exits.budget import path_costs, require_budget, set_budget
@@ -33,10 +32,6 @@ RUN = re.compile(r"[0-9a-f]{10}-s\d+")
 
 def exits(asked: ExitsConfig) -> dict[str, Any]:
     """Fits the exits, sets the threshold for every budget, and writes the folder; returns what the frontier holds."""
-    require_positive(asked, "threads", "images")
-    if asked.budgets is not None and not (asked.budgets and all(budget > 0 for budget in asked.budgets)):
-        words = "must be FLOPs over the network's own, as in budgets=[0.6,0.7]"
-        raise UserError(f"budgets = {list(asked.budgets)}: {words}")
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     source = load_source(asked.run, asked.checkpoint, asked.root, asked.data_folder)
