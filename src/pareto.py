@@ -1,4 +1,4 @@
-"""Accuracy against compute over all runs, into results/pareto: `python src/pareto.py`, or `make pareto`."""
+"""Accuracy against compute over all runs, into runs/figures: `python src/pareto.py`, or `make pareto`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Every gate beside the others, into results/peers.md and a figure: `python src/table.py`, or `make table`."""
+"""Every gate beside the others, into runs/figures: `python src/table.py`, or `make table`."""
 
 import shlex
 import sys

@@ -18,7 +18,7 @@ from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import Configuration, Family, families, find_runs, mark_early
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.config.commands import TableConfig
-from cosinegate.config.identity import NOT_IDENTITY
+from cosinegate.config.identity import FIGURES, NOT_IDENTITY
 from cosinegate.runs.dynamic import routed_percent
 from cosinegate.runs.outputs import require_own, save_figure, write_text
 from cosinegate.runs.record import Record
@@ -48,10 +48,10 @@ HINT = "python src/train.py -m +sweeps={} trains some"
 
 
 def table(config: TableConfig, command: str) -> None:
-    """Writes `results/<sweep>.md` and a figure beside it, from the records of the runs."""
+    """Writes the table and a figure beside it, from the records of the runs."""
     hint = HINT.format(config.sweep or "peers")
     folders = chosen_folders(config, hint, alone=True)
-    path = Path(config.path or f"results/{config.sweep or _name(folders)}.md")
+    path = Path(config.path or Path(config.runs_dir) / FIGURES / f"{config.sweep or _name(folders)}.md")
     figure = path.parent / f"{path.stem}.png"
     require_own({path: TITLE}, {figure: MARK})
     skipped: list[str] = []

@@ -1,4 +1,4 @@
-"""From run folders to results/pareto, and the table in the terminal."""
+"""From run folders to the frontier's files, and the table in the terminal."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from cosinegate.analysis import pareto as plots
 from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs, run_folders
+from cosinegate.config.identity import FIGURES
 from cosinegate.runs.manifest import manifest_path, read_manifest
 from cosinegate.runs.record import read_record
 from cosinegate.terminal.console import cell, complain, say
@@ -33,7 +34,7 @@ def pareto(config: DictConfig, command: str) -> None:
         raise UserError(f"no finished run in {where}{why}: {HINT}")
     for line in skipped:
         complain(line)
-    found, folder = families(runs, x), Path(config.output)
+    found, folder = families(runs, x), Path(config.output or Path(config.runs_dir) / FIGURES)
     for family in found:
         plots.require_own_files(family, x, folder)
     written = []

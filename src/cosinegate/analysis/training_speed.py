@@ -83,6 +83,9 @@ class Rival(L.Callback):
         self.seconds += _seconds(lambda: bare_correct(self.network, *next(self.validation)))
 
 
+RIVAL = f"{__name__}.{Rival.__name__}"
+
+
 class PilImages(Dataset):
     """The training images as torchvision gives them: a PIL image at a time through its transforms."""
 
@@ -158,7 +161,7 @@ def framework_ratio(gated: DictConfig, asked: TrainingSpeedConfig) -> list[Figur
     limits += [f"trainer.max_epochs={asked.rounds + 1}", "trainer.limit_test_batches=1", f"threads={asked.threads}"]
     with tempfile.TemporaryDirectory() as runs:
         path = Path(runs) / "rival"
-        rival = ["+callbacks.rival._target_=cosinegate.training_speed.Rival", f"+callbacks.rival.path={path}"]
+        rival = [f"+callbacks.rival._target_={RIVAL}", f"+callbacks.rival.path={path}"]
         record = _train(runs, f"+experiment={gated.name}", *limits, *rival, f"data.root={gated.data.root}")
         epochs = [tuple(map(float, line.split())) for line in path.read_text().splitlines()]
     ours, bare = (sum(seconds) for seconds in zip(*epochs, strict=True))

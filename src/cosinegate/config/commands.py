@@ -7,6 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from cosinegate.config.choices import Checkpoint, Cost, Dynamic, Sampler
+from cosinegate.config.identity import FIGURES
 from cosinegate.config.ranges import (
     ANY_BATCHES,
     FOLDERS,
@@ -131,14 +132,14 @@ class ParetoConfig(RunsConfig):
         None,
         or_null(Range(lambda v: len(v) == 2 and all(map(is_number, v)), "two numbers, [cost, accuracy]")),
     )
-    output: str = key("the folder of the figures and tables", "results/pareto")
+    output: str | None = key("the folder of figures and tables; null: figures/ in runs_dir", None)
 
 
 @dataclass
 class TableConfig(RunsConfig):
     sweep: str | None = key("whose runs are compared; null: those that `runs` names", "peers", or_null(PLAIN_NAME))
     path: str | None = key(
-        "of the table; null: results/<sweep>.md, of one folder results/<folder>.md; the figure lies beside it, .png",
+        "null: figures/<sweep>.md in runs_dir, of one folder figures/<folder>.md; the figure has its name",
         None,
         or_null(Range(lambda v: not v.endswith(".png"), "the table's name, as in peers.md: .png is the figure's")),
     )
@@ -147,7 +148,7 @@ class TableConfig(RunsConfig):
 @dataclass
 class ReportConfig(RunsConfig):
     runs: Any = key("a run's folder, or a list of them", None, or_null(FOLDERS))
-    path: str | None = key("null: report.html in the run's folder; of several runs, results/report.html", None)
+    path: str | None = key("null: report.html in the run's folder; of several runs, in figures/ of runs_dir", None)
     threads: int | None = key("of torch; null: its own choice", None, or_null(THREADS))
     limit_batches: Any = key("of the test set", None, ANY_BATCHES)
 
@@ -160,7 +161,7 @@ class DashboardConfig:
 
 @dataclass
 class TrainingSpeedConfig:
-    output: str = key("the folder of the table", "results/bench")
+    output: str = key("the folder of the table", f"runs/{FIGURES}")
     name: str = key("the experiment with the gated network; beside it is resnet20", "conservative")
     threads: int = key("of torch", 2, THREADS)
     steps: int = key("of each network, in turn", 30, count())

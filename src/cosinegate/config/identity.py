@@ -19,6 +19,7 @@ NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", 
 NOT_IDENTITY += ("trainer.profiler",)
 
 LATEST = "latest"  # beside the runs of an experiment: a link to the newest
+FIGURES = "figures"  # in runs_dir: what commands about several runs write, and in a run's folder its own
 SWEEPS = ".sweeps"  # in runs_dir: which runs a sweep has, a search's study, a launcher's logs
 
 

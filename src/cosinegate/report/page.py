@@ -12,6 +12,7 @@ from rich.progress import track
 from cosinegate.analysis import pareto
 from cosinegate.analysis.runs import families, find_runs
 from cosinegate.analysis.tables import chosen_folders
+from cosinegate.config.identity import FIGURES
 from cosinegate.report.content import run_content
 from cosinegate.runs.outputs import require_own, write_text
 from cosinegate.terminal.console import say
@@ -31,7 +32,7 @@ def report(config: DictConfig) -> None:
         folders = [folder for folder in folders if (folder / "record.json").exists()]
     if not folders:
         raise UserError("runs: no run to report on")
-    default = folders[0] / "report.html" if len(folders) == 1 else Path("results/report.html")
+    default = (folders[0] if len(folders) == 1 else Path(config.runs_dir) / FIGURES) / "report.html"
     path = default if config.path is None else Path(config.path)
     write_report(list(dict.fromkeys(folders)), path, config.limit_batches)
     say(f"report  {path}  ({path.stat().st_size / 2**20:.1f} MB, opens from disk)")
