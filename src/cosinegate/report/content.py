@@ -11,6 +11,7 @@ from PIL import Image
 from cosinegate.callbacks.routes import Routes
 from cosinegate.config.choices import Checkpoint
 from cosinegate.config.ranges import is_number
+from cosinegate.deploy.exits.frontier import read_frontier
 from cosinegate.deploy.source import is_written_network
 from cosinegate.evaluate import find_routes, load_module
 from cosinegate.plots.curves import phases
@@ -38,22 +39,25 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     except FileNotFoundError:
         text = ""
     warmup = value_at(parse_yaml(text, folder / "config.yaml") or {}, "objective.warmup_epochs")
+    gated, has_target = record.gate != "none", record.lambda_flops != 0  # without a penalty prog(t) moves nothing
+    curves = [name for name in CURVES if has_target or name != "schedule/prog"]
+    frontier = read_frontier(folder) if record.exits is not None else None
     content = {
         "name": f"{record.experiment} {folder.name}" + (" dense" if record.gate == "none" else ""),
         "folder": folder.as_posix(),
         "record": record.as_dict(),
         "config": text,
         "epochs": sorted(rows),
-        "curves": {name: _curve(rows, name) for name in CURVES if any(name in row for row in rows.values())},
+        "curves": {name: _curve(rows, name) for name in curves if any(name in row for row in rows.values())},
         "skipped": [None if share is None else 1 - share for share in _curve(rows, "gates/mean")],
         "blocks": _blocks(rows),
-        "tau_target": record.tau_target,
-        "gated": record.gate != "none",
-        "phases": [],
+        "has_target": has_target,
+        "tau_target": record.tau_target if has_target else None,
+        "gated": gated,
+        "exits": None if frontier is None else frontier.model_dump(),
+        "phases": phases(rows, warmup if is_number(warmup) else 0) if gated and has_target else [],
     }
-    if content["gated"]:
-        content["phases"] = phases(rows, warmup if is_number(warmup) else 0)
-    if not content["gated"]:
+    if not gated:
         return content | {"routes": None}
     if not (folder / "checkpoints" / "last.ckpt").is_file() and not is_written_network(folder):
         say(f"{folder} has no checkpoint: its routes are left out")

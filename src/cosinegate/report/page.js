@@ -74,7 +74,7 @@ function drawCurves(run, other) {
   draw("efficiency", counted == null && executed == null ? "No FLOPs yet."
     : !run.gated ? `A dense network: executed ${figure(executed)} of its FLOPs.` + lacking({ "FLOPs executed": executed }) + versus
     : `Compute: counted ${figure(counted)} (the mean gate, so ${figure(skipped, 1)}% skipped as the paper counts), executed ${figure(executed)} of the dense network's FLOPs.`
-    + lacking({ "FLOPs counted": counted, "percent skipped": skipped, "FLOPs executed": executed, "target": run.tau_target }) + versus,
+    + lacking({ "FLOPs counted": counted, "percent skipped": skipped, "FLOPs executed": executed, ...(run.has_target && { target: run.tau_target }) }) + versus,
     { ...nearest, xAxis: x, yAxis: axis("share"), series });
 }
 
@@ -174,6 +174,17 @@ function drawFrontier() {
         { type: "line", step: "end", symbol: "none", data: step.map((p) => [p.counted, p.accuracy]) }] });
 }
 
+function drawExits(run) {
+  $("s-exits").hidden = !run.exits;
+  if (!run.exits) return;
+  const { after, own, points } = run.exits;
+  const budget = (point) => figure(point.budget, 2);
+  draw("exits", `Exits after blocks ${after.join(", ")}. Without exits ${percent(own.accuracy)} at ${figure(own.executed)} of the dense network's FLOPs. By budget: ` + points.map((p) => `${budget(p)}, ${percent(p.accuracy)} at ${figure(p.executed)}`).join("; ") + ".",
+    { tooltip: { formatter: ({ data }) => `${percent(data[1])} at ${figure(data[0])}` }, legend: { top: 0 }, xAxis: axis("FLOPs executed / dense", { scale: true }), yAxis: axis("test accuracy", { scale: true, axisLabel: { formatter: percent } }),
+      series: [{ name: "with exits, by budget", type: "line", symbolSize: 9, label: { show: true, position: "bottom", formatter: ({ dataIndex }) => budget(points[dataIndex]) }, data: points.map((p) => [p.executed, p.accuracy]) },
+        { name: "without exits", type: "scatter", symbol: "rect", symbolSize: 11, data: [[own.executed, own.accuracy]] }] });
+}
+
 function drawCard(run) {
   const r = run.record, a = r.accuracy, f = r.flops;
   const facts = { experiment: r.experiment, data: r.data, seed: r.seed, status: r.status,
@@ -181,10 +192,11 @@ function drawCard(run) {
     "test accuracy": percent(a.test), "best accuracy": a.best == null ? "–" : `${percent(a.best)} (epoch ${figure(a.best_epoch, 0)}, on ${r.selected_on})`,
     "FLOPs counted": figure(f.counted), "FLOPs executed": figure(f.executed), "dynamic blocks": r.dynamic_blocks ?? "–", paths: r.paths ?? "–",
     parameters: r.parameters ?? "–", "images/s": figure(r.images_per_second, 0), commit: String(r.git_commit ?? "–").slice(0, 10) + (r.git_changed ? " (changed)" : ""),
+    torch: r.versions.torch ?? "–", lightning: r.versions.lightning ?? "–",
     ...(r.exits && { exits: `after blocks ${r.exits.after.join(", ")}; budget ${figure(r.exits.budget)} of the network's own FLOPs; without exits ${percent(r.exits.own_accuracy)} at ${figure(r.exits.own_executed)} of dense` }),
-    torch: r.versions.torch ?? "–", lightning: r.versions.lightning ?? "–", command: r.command, folder: run.folder };
+    command: r.command, folder: run.folder };
   $("card").replaceChildren(...Object.entries(facts).map(([name, value]) => {
-    const row = Object.assign(document.createElement("div"), { className: name === "command" || name === "folder" ? "wide" : "" });
+    const row = Object.assign(document.createElement("div"), { className: ["command", "folder", "exits"].includes(name) ? "wide" : "" });
     row.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value }));
     return row;
   }));
@@ -202,10 +214,11 @@ function show() {
   const other = $("against").value === "" ? null : runs[Number($("against").value)];
   drawCard(run);
   drawFrontier();
+  drawExits(run);
   const { exits } = run.record; // they are fitted without epochs: there is nothing to draw over them
   $("s-curves").hidden = $("block-epoch").parentElement.hidden = Boolean(exits);
   if (!exits) drawCurves(run, other);
-  for (const section of document.querySelectorAll(".gated")) section.hidden = !run.gated || (section.classList.contains("routed") && !run.routes);
+  for (const section of document.querySelectorAll(".gated")) section.hidden = !run.gated || (!run.routes && (exits || section.classList.contains("routed")));
   if (!run.gated) return;
   $("class-block").parentElement.hidden = !run.routes;
   drawGates(run);

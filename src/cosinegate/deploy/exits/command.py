@@ -14,6 +14,7 @@ from cosinegate.deploy.card import CARD, WEIGHTS, described, sha256, write_card,
 from cosinegate.deploy.exits.budget import path_costs, require_budget, set_budget
 from cosinegate.deploy.exits.figure import MARK, draw_frontier
 from cosinegate.deploy.exits.fit import default_exits, fit_exits, new_exits
+from cosinegate.deploy.exits.frontier import FRONTIER
 from cosinegate.deploy.exits.network import EarlyExitNetwork
 from cosinegate.deploy.export import forward
 from cosinegate.deploy.source import Source, load_source
@@ -25,7 +26,7 @@ from cosinegate.runs.record import Record, now, provenance, read_record, write_r
 from cosinegate.terminal import console
 from cosinegate.terminal.errors import UserError
 
-FRONTIER, FIGURE = "frontier.json", "figures/frontier.png"
+FIGURE = "figures/frontier.png"
 OWN = r'\{\s*"source": .*"fitted_to": '
 RUN = re.compile(r"[0-9a-f]{10}-s\d+")
 
