@@ -10,11 +10,11 @@ from cosinegate import cli
 def task(config: DictConfig) -> None:
     from cosinegate.evaluate import evaluate, show
 
-    found = evaluate(config)
+    result = evaluate(config)
     if config.json:
-        print(json.dumps(found[0], indent=2))
+        print(json.dumps(result[0], indent=2))
     else:
-        show(*found)
+        show(*result)
 
 
 if __name__ == "__main__":

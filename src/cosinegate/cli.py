@@ -122,7 +122,7 @@ def _refuse_sweeps(config_name: str) -> None:
 
 
 def _end_where_output_was_lost(trained: bool) -> None:
-    """What was trained is in its folder; what another command found out was to be read."""
+    """What was trained is in its folder; what another command printed was to be read."""
     words = lost_output()
     if words is not None and trained:
         print(f"what was printed could not be written ({words}); the run's folder has everything", file=sys.stderr)
@@ -157,7 +157,7 @@ def check_surroundings() -> None:
 
 def _with_home(word: str) -> str:
     """A shell expands ~ at a word's beginning alone, and Hydra's grammar has none."""
-    return re.sub(r"(?<=[=\[,\"'])~[\w.-]*(?=/)", lambda found: os.path.expanduser(found[0]), word)
+    return re.sub(r"(?<=[=\[,\"'])~[\w.-]*(?=/)", lambda match: os.path.expanduser(match[0]), word)
 
 
 def explained(config_name: str) -> str:

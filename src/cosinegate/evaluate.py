@@ -30,17 +30,17 @@ from cosinegate.training.load import chosen_path, load_checkpoint
 from cosinegate.training.trainer import build_trainer, check_limit, lightning_mistakes, quiet
 
 
-def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
+def evaluate(options: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
     """What the test set shows of a network: as plain values, as the routing summary, and the names of the classes."""
     quiet()
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
-    path, module, config, name = load_module(asked.run, asked.checkpoint)
-    config.data.root, config.data.folder = asked.root or config.data.root, asked.data_folder or config.data.folder
-    config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    path, module, config, name = load_module(options.run, options.checkpoint)
+    config.data.root, config.data.folder = options.root or config.data.root, options.data_folder or config.data.folder
+    config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not options.json
     data = ImageData(config.data, config.seed)
     routing, executed = TestRouting(), ExecutedFlops(dense_flops(dense_network(config), data.image_set.shape))
-    tested = _test(module, config, data, [routing, executed], asked.accelerator, asked.limit_batches)
+    tested = _test(module, config, data, [routing, executed], options.accelerator, options.limit_batches)
     summary, classes = routing.summary, data.image_set.classes
     flops = {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense}
     facts = {"checkpoint": str(path), "experiment": name, "data": config.data.name.name}
@@ -119,8 +119,8 @@ def _test(
     check_limit("limit_batches", limit_batches, data.batches(1)["test"])
     trainer = build_trainer(config, [], callbacks, metrics=None)
     with lightning_mistakes():
-        (found,) = trainer.test(module, datamodule=data, verbose=False)
-    return found
+        (metrics,) = trainer.test(module, datamodule=data, verbose=False)
+    return metrics
 
 
 def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ...]) -> None:

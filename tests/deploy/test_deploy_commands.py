@@ -55,8 +55,9 @@ def routing(run, tmp_path_factory) -> Path:
 
 def ask(command: str, *overrides: str) -> dict:
     """What the command would do, in this process: a process of its own takes seconds to start."""
-    asked = config("threads=1", *overrides, config_name=command)
-    return {"export": export, "benchmark": benchmark, "evaluate": lambda asked: evaluate(asked)[0]}[command](asked)
+    options = config("threads=1", *overrides, config_name=command)
+    commands = {"export": export, "benchmark": benchmark, "evaluate": lambda options: evaluate(options)[0]}
+    return commands[command](options)
 
 
 def test_quickstart_trains_compiles_exports_and_times(run):
@@ -271,21 +272,10 @@ def test_a_dense_run_or_several_runs_are_one_line(tmp_path):
 
 def test_what_a_command_cannot_do_is_one_line(run, tmp_path):
     assert_one_line(process("src/export.py", f"run={run}", "budget=0.7"), "has no exits", "src/exits.py")
-    for asked, words in [
-        (["budget=0.7"], "has no exits"),
-        (["tolerance=0.5"], "tolerance = 0.5"),
-        (["images=0"], "images = 0"),
-    ]:
-        for command in ("export", "benchmark"):
-            with pytest.raises(UserError, match=words):
-                ask(command, f"run={run}", f"output={tmp_path / 'new'}", *asked)
-    for asked, words in [
-        (["batches=[]"], "batches = "),
-        (["batches=[360]"], "there are 359"),
-        (["rounds=0"], "rounds"),
-    ]:
-        with pytest.raises(UserError, match=words):
-            ask("benchmark", f"run={run}", f"output={tmp_path / 'new'}", *asked)
+    with pytest.raises(UserError, match="has no exits"):
+        ask("benchmark", f"run={run}", f"output={tmp_path / 'new'}", "budget=0.7")
+    with pytest.raises(UserError, match="there are 359"):
+        ask("benchmark", f"run={run}", f"output={tmp_path / 'new'}", "batches=[360]")
     assert not (tmp_path / "new").exists()
 
 

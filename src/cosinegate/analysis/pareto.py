@@ -56,12 +56,14 @@ def reference_point(configurations: list[Configuration], x: str) -> Point:
 
 def stem(family: Family, x: str) -> str:
     data, network, epochs, chosen_on = family
-    return f"{data}-{network}-{epochs}epochs-{'' if chosen_on == 'test' else f'{chosen_on}-'}{x}"
+    length = "unknown" if epochs is None else epochs
+    return f"{data}-{network}-{length}epochs-{'' if chosen_on == 'test' else f'{chosen_on}-'}{x}"
 
 
 def title(family: Family) -> str:
     data, network, epochs, chosen_on = family
-    words = [data, "all networks" if network == ALL_NETWORKS else network, f"{epochs} epochs"]
+    words = [data, "all networks" if network == ALL_NETWORKS else network]
+    words.append("epochs not recorded" if epochs is None else f"{epochs} epochs")
     return ", ".join(words + ([] if chosen_on == "test" else [f"chosen on {chosen_on}"]))
 
 

@@ -61,9 +61,9 @@ def table(config: TableConfig, command: str) -> None:
         raise UserError(f"no finished run in {where}{''.join(f' ({words})' for words in skipped[:1])}: {hint}")
     for words in skipped:
         complain(words)
-    found = families(runs, "mflops")
-    write_text(path, as_markdown(found, command, figure.name))
-    draw(found, figure)
+    by_family = families(runs, "mflops")
+    write_text(path, as_markdown(by_family, command, figure.name))
+    draw(by_family, figure)
     for written in (path, figure):
         say(f"written  {written}")
 
@@ -169,10 +169,10 @@ def _time_ratio(one: Configuration) -> tuple[float, float | None] | None:
     return Configuration(timed).over_seeds(lambda run: run.record.latency.time_ratio) if timed else None
 
 
-def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: str) -> str:
+def as_markdown(by_family: dict[Family, list[Configuration]], command: str, figure: str) -> str:
     """A table for each data set, schedule and selection."""
     lines = [TITLE, "", code(f"python {command}"), "", f"![accuracy against FLOPs]({quote(figure)})", ""]
-    for family, rows in found.items():
+    for family, rows in by_family.items():
         to = reference(rows)
         with_a_row = {quoted.name for one in rows for quoted in quotes(one)}
         apart = [quoted for quoted in QUOTED.get(family[0], []) if quoted.name not in with_a_row]
@@ -204,10 +204,12 @@ def _words(quoted: list[Quoted]) -> str:
     return "; ".join(f"{q.name}, {100 * q.accuracy:.1f}% at {q.counted:.3f}" for q in quoted)
 
 
-def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
+def draw(by_family: dict[Family, list[Configuration]], path: Path) -> None:
     """Accuracy against executed FLOPs, compiled where a row has it; hollow points are where counting puts a row."""
-    figure, axes = plt.subplots(1, len(found), figsize=(10 * len(found), 7), layout="constrained", squeeze=False)
-    for axis, (family, rows) in zip(axes[0], found.items(), strict=True):
+    figure, axes = plt.subplots(
+        1, len(by_family), figsize=(10 * len(by_family), 7), layout="constrained", squeeze=False
+    )
+    for axis, (family, rows) in zip(axes[0], by_family.items(), strict=True):
         _draw_family(axis, rows)
         axis.set(title=title(family), xlabel="FLOPs / dense network's", ylabel="test accuracy, hard gates (%)")
     handles = [
@@ -217,7 +219,7 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     figure.draw_without_rendering()  # from now on points have their places
-    for axis, rows in zip(axes[0], found.values(), strict=True):
+    for axis, rows in zip(axes[0], by_family.values(), strict=True):
         name_points(axis, _places(rows), [(one.cost("counted")[0], 100 * one.accuracy()[0]) for one in rows])
     save_figure(figure, path, MARK, dpi=130)
     plt.close(figure)
@@ -254,7 +256,7 @@ def name_points(
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
     line = {"arrowstyle": "-", "linewidth": 0.5, "alpha": 0.5, "shrinkA": 0, "shrinkB": 3}
     words = {"textcoords": "offset points", "va": "center", "fontsize": 8, "arrowprops": line}
-    found = []
+    labels = []
     for name, x, y in sorted(places, key=lambda place: (-place[2], place[1])):
         label = axis.annotate(name, (x, y), xytext=(0, 0), **words)
         for up, side in itertools.product(sorted(range(-396, 397, 6), key=abs), ("left", "right")):
@@ -268,5 +270,5 @@ def name_points(
             ):
                 break
         taken.append(box)
-        found.append(label)
-    return found
+        labels.append(label)
+    return labels

@@ -34,11 +34,11 @@ def pareto(config: DictConfig, command: str) -> None:
         raise UserError(f"no finished run in {where}{why}: {HINT}")
     for line in skipped:
         complain(line)
-    found, folder = families(runs, x), Path(config.output or Path(config.runs_dir) / FIGURES)
-    for family in found:
+    by_family, folder = families(runs, x), Path(config.output or Path(config.runs_dir) / FIGURES)
+    for family in by_family:
         plots.require_own_files(family, x, folder)
     written = []
-    for family, configurations in found.items():
+    for family, configurations in by_family.items():
         measured = plots.mark(configurations, x)
         if len(measured) < len(configurations):
             say(f"{plots.title(family)}: {len(configurations) - len(measured)} configurations have no {x}")

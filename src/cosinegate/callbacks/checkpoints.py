@@ -110,10 +110,10 @@ class Checkpoints(Checkpoint):
         if trainer.should_stop:
             return
         due = trainer.is_global_zero and time.monotonic() - self.saved_at >= self.seconds
-        asked = torch.tensor([self.stop.signum or 0, due], device=trainer.strategy.root_device)
+        request = torch.tensor([self.stop.signum or 0, due], device=trainer.strategy.root_device)
         if trainer.world_size > 1:
-            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-        signum, due = asked.tolist()
+            torch.distributed.all_reduce(request, torch.distributed.ReduceOp.MAX)
+        signum, due = request.tolist()
         if signum or due:
             self._save(trainer, LAST)
         if signum:

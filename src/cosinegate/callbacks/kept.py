@@ -59,7 +59,7 @@ class KeptCallbacks:
 
     def finish(self, trainer: L.Trainer, accuracy: float, test_of: str) -> Record:
         """Writes what the test set showed of the `test_of` epoch (best or last), and returns the record."""
-        summary, compiled = self.routing.summary, self.compiled.found
+        summary, compiled = self.routing.summary, self.compiled.figures
         flops = {
             "counted": summary.mean_gate,
             "executed": self.executed.executed,

@@ -48,11 +48,11 @@ class Routes:
 
     def accuracy_by_computed(self) -> list[tuple[int, int, float]]:
         """For each number of computed blocks: it, how many images, and their accuracy."""
-        found = []
+        groups = []
         for number in np.unique(self.computed):
             mask = self.computed == number
-            found.append((int(number), int(mask.sum()), float(self.right[mask].mean())))
-        return found
+            groups.append((int(number), int(mask.sum()), float(self.right[mask].mean())))
+        return groups
 
     def open_rate_by_cir(self, block: int, edges: np.ndarray) -> np.ndarray:
         """The share of images that compute the block, for each bin of CIR; not a number where a bin is empty."""

@@ -39,7 +39,8 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     except FileNotFoundError:
         text = ""
     warmup = value_at(parse_yaml(text, folder / "config.yaml") or {}, "objective.warmup_epochs")
-    gated, has_target = record.gate != "none", record.lambda_flops != 0  # without a penalty prog(t) moves nothing
+    gated = record.gate != "none"
+    has_target = record.lambda_flops != 0 and record.exits is None  # without a penalty prog(t) moves nothing
     curves = [name for name in CURVES if has_target or name != "schedule/prog"]
     frontier = read_frontier(folder) if record.exits is not None else None
     content = {

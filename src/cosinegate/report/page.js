@@ -188,7 +188,7 @@ function drawExits(run) {
 function drawCard(run) {
   const r = run.record, a = r.accuracy, f = r.flops;
   const facts = { experiment: r.experiment, data: r.data, seed: r.seed, status: r.status,
-    epochs: `${r.epochs.done} of ${r.epochs.planned ?? "–"}` + (r.ended_early ? `, ended by ${r.ended_early}` : ""),
+    epochs: `${r.epochs.done ?? "–"} of ${r.epochs.planned ?? "–"}` + (r.ended_early ? `, ended by ${r.ended_early}` : ""),
     "test accuracy": percent(a.test), "best accuracy": a.best == null ? "–" : `${percent(a.best)} (epoch ${figure(a.best_epoch, 0)}, on ${r.selected_on})`,
     "FLOPs counted": figure(f.counted), "FLOPs executed": figure(f.executed), "dynamic blocks": r.dynamic_blocks ?? "–", paths: r.paths ?? "–",
     parameters: r.parameters ?? "–", "images/s": figure(r.images_per_second, 0), commit: String(r.git_commit ?? "–").slice(0, 10) + (r.git_changed ? " (changed)" : ""),

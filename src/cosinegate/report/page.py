@@ -55,12 +55,12 @@ def write_report(folders: list[Path], path: Path, limit_batches: int | None = No
 def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
     """The runs that can be compared, as points: of several families the one with the most configurations."""
     runs = find_runs(folders, lambda words: say(words.replace("skipped", "left out of the frontier", 1)))
-    found = families(runs, "counted")
-    if not found:
+    by_family = families(runs, "counted")
+    if not by_family:
         return []
-    family = max(found, key=lambda one: len(found[one]))
+    family = max(by_family, key=lambda one: len(by_family[one]))
     points = []
-    for one in pareto.mark(found[family], "counted"):
+    for one in pareto.mark(by_family[family], "counted"):
         (counted, _), (accuracy, _) = one.cost("counted"), one.accuracy()
         point = {"label": one.label, "counted": counted, "accuracy": accuracy, "on_frontier": one.on_frontier}
         points.append(point | {"family": pareto.title(family)})

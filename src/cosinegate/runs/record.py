@@ -70,8 +70,10 @@ class Part(BaseModel):
 
 
 class Epochs(Part):
+    """Null where nobody recorded the training: of exits that were fitted to a checkpoint without its run."""
+
     planned: Epoch | None = None
-    done: Count
+    done: Count | None
 
 
 class Accuracy(Part):
@@ -299,7 +301,7 @@ def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
     if not validated:
         return {}
     best = max(validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
-    found = {
+    figures = {
         "last": validated[max(validated)]["val/acc"],
         "last_epoch": max(validated),
         "best": validated[best]["val/acc"],
@@ -307,9 +309,9 @@ def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
         "best_skip_percent": validated[best].get("gates/skip_percent"),
     }
     if 100 in validated:
-        found["epoch_100"] = validated[100]["val/acc"]
-        found["epoch_100_skip_percent"] = validated[100].get("gates/skip_percent")
-    return found
+        figures["epoch_100"] = validated[100]["val/acc"]
+        figures["epoch_100_skip_percent"] = validated[100].get("gates/skip_percent")
+    return figures
 
 
 def now() -> str:
@@ -325,7 +327,7 @@ def ended_early(record: Record) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """What made the run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
+    """The program of a run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
     commit = subprocess.run(
         ["git", "rev-parse", "--verify", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )

@@ -50,9 +50,9 @@ def build_trainer(
         arguments["profiler"] = PROFILERS[profiler](dirpath=metrics.folder, filename="profile")
     torch.utils.deterministic.fill_uninitialized_memory = False  # deterministic algorithms without filling every buffer
     try:
-        extra = _made(config.callbacks, L.Callback)
+        extra = _instances(config.callbacks, L.Callback)
         loggers = [metrics] if metrics is not None else []
-        loggers += _made(config.logger, L.loggers.Logger)
+        loggers += _instances(config.logger, L.loggers.Logger)
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise UserError(f"callbacks or logger: {' '.join(str(cause).split())}") from error
@@ -71,13 +71,13 @@ def build_trainer(
         raise UserError(f"trainer ({_described(config.trainer)}): {' '.join(str(error).split())}") from error
 
 
-def _made(nodes: DictConfig, kind: type) -> list[Any]:
+def _instances(nodes: DictConfig, kind: type) -> list[Any]:
     """What the nodes name by `_target_`; null leaves one out."""
-    made = {name: instantiate(node) for name, node in nodes.items() if node is not None}
-    for name, one in made.items():
+    objects = {name: instantiate(node) for name, node in nodes.items() if node is not None}
+    for name, one in objects.items():
         if not isinstance(one, kind):
             raise UserError(f"{name} = {nodes[name]}: is no lightning {kind.__name__}")
-    return list(made.values())
+    return list(objects.values())
 
 
 @contextlib.contextmanager
