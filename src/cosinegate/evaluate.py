@@ -76,7 +76,7 @@ def _result(
     classes: tuple[str, ...],
 ) -> dict[str, Any]:
     cir = [None] * len(summary.open) if summary.cir is None else [c if c == c else None for c in summary.cir.tolist()]
-    share = summary.correct / summary.count.clamp_min(1)
+    accuracies = summary.correct / summary.count.clamp_min(1)
     return facts | {
         "images": int(summary.count.sum()),
         "accuracy": accuracy,
@@ -89,7 +89,7 @@ def _result(
         "flops": flops,
         "blocks": [{"open": o, "cir": c} for o, c in zip(summary.open.tolist(), cir, strict=True)],
         "classes": [
-            {"name": name, "images": int(summary.count[k]), "accuracy": share[k].item(), "open": opened.tolist()}
+            {"name": name, "images": int(summary.count[k]), "accuracy": accuracies[k].item(), "open": opened.tolist()}
             for k, (name, opened) in enumerate(zip(classes, summary.open_by_class, strict=True))
         ],
     }
@@ -138,8 +138,8 @@ def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ..
 
 
 def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
-    """Class x block: the share of a class's images that compute each block."""
-    table = Table(title="share of images that compute each block", title_justify="left")
+    """Class x block: the fraction of a class's images that compute each block."""
+    table = Table(title="fraction of the images that compute each block", title_justify="left")
     table.add_column("class")
     table.add_column("accuracy", justify="right")
     for block in range(summary.open.numel()):
@@ -150,7 +150,7 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
         table.add_row(name, console.percent(right.item()), *open_fractions)
     table.add_section()
     right = summary.correct.sum() / summary.count.sum()
-    table.add_row("all", console.percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))
+    table.add_row("all", console.percent(right.item()), *(f"{fraction:.2f}" for fraction in summary.open.tolist()))
     if summary.cir is not None:
         table.add_row("CIR", "", *("" if value != value else f"{value:.2f}" for value in summary.cir.tolist()))
     widest = 28 + 7 * summary.open.numel()

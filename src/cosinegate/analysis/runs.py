@@ -222,11 +222,11 @@ def _order(item: tuple[Family, Any]) -> tuple[str, str, int, str]:
 
 def _labelled(groups: list[list[Run]]) -> list[Configuration]:
     settings = [group[0].settings for group in groups]
-    known = set.intersection(*(set(one) for one in settings))  # what an older version did not know tells nothing
-    usual = {key: _usual([str(one[key]) for one in settings]) for key in sorted(known)}
+    known = set.intersection(*map(set, settings))  # what an older version did not know says nothing
+    usual = {key: _usual([str(config[key]) for config in settings]) for key in sorted(known)}
     several = [len({name(group[0]) for group in groups}) > 1 for name in (_experiment, _network)]
     configurations = [Configuration(group, _label(group[0], usual, *several)) for group in groups]
-    return sorted(configurations, key=lambda one: (-one.accuracy()[0], one.label))
+    return sorted(configurations, key=lambda group: (-group.accuracy()[0], group.label))
 
 
 def _usual(values: list[str]) -> str | None:

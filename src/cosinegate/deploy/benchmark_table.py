@@ -48,7 +48,7 @@ def _ways(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["", "Every way to run them, ms an image; the table above has the fastest of each:", ""]
     lines += ["| batch | engine | model | ways |", "|---:|---|---|---|"]
     for row in rows:
-        ways = ", ".join(f"{way} {ms:.3f}" for way, ms in sorted(row["ways"].items(), key=lambda one: one[1]))
+        ways = ", ".join(f"{way} {ms:.3f}" for way, ms in sorted(row["ways"].items(), key=lambda item: item[1]))
         lines.append(f"| {row['batch']} | {row['engine']} | {markdown(row['model'])} | {ways} |")
     return lines
 
@@ -74,9 +74,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     batches, engines = (sorted({row[key] for row in rows}) for key in ("batch", "engine"))
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     width = 0.8 / len(engines)
-    for place, engine in enumerate(engines):
+    for index, engine in enumerate(engines):
         ratios = [next(r["time_ratio"] for r in rows if r["engine"] == engine and r["batch"] == b) for b in batches]
-        positions = [i - 0.4 + width * (place + 0.5) for i in range(len(batches))]
+        positions = [i - 0.4 + width * (index + 0.5) for i in range(len(batches))]
         bars = axes.bar(positions, ratios, width * 0.95, label=f"time, {engine}")
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2, bbox={"fc": "w", "ec": "none", "pad": 1})
     axes.axhline(1, color="black", linewidth=1, zorder=0)

@@ -27,7 +27,7 @@ class Row:
     batch: int
     way: str
     ms_per_image: float
-    spread: float  # the middle half of the rounds' ratios, as a share of their median; of dense, of its times
+    spread: float  # the middle half of the rounds' ratios, over their median; of dense, of its times
     counted: float
     executed: float
     time_ratio: float  # to the dense network on the same engine in the same round, the median over rounds

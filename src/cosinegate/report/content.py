@@ -50,7 +50,7 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
         "config": text,
         "epochs": sorted(rows),
         "curves": {name: _curve(rows, name) for name in curves if any(name in row for row in rows.values())},
-        "skipped": [None if share is None else 1 - share for share in _curve(rows, "gates/mean")],
+        "skipped": [None if mean is None else 1 - mean for mean in _curve(rows, "gates/mean")],
         "blocks": _blocks(rows),
         "has_target": has_target,
         "tau_target": record.tau_target if has_target else None,
@@ -81,7 +81,7 @@ def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...],
         "by_computed": routes.accuracy_by_computed(),
         "paths": routes.paths(most=12),
         "number_of_paths": len(np.unique(routes.open, axis=0)),
-        "examples": [_example(routes, place, pixels, classes) for place in (*fewest, *most)],
+        "examples": [_example(routes, row, pixels, classes) for row in (*fewest, *most)],
         "fewest": len(fewest),
         "cir": None,
     }
@@ -100,17 +100,17 @@ def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...],
     return content
 
 
-def _example(routes: Routes, place: int, pixels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
-    picture = pixels[routes.index[place]]
+def _example(routes: Routes, row: int, pixels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    picture = pixels[routes.index[row]]
     file = io.BytesIO()
     Image.fromarray(picture.squeeze(-1) if picture.shape[2] == 1 else picture).save(file, "PNG")
     return {
         "src": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}",
-        "index": int(routes.index[place]),
-        "label": classes[routes.label[place]],
-        "predicted": classes[routes.predicted[place]],
-        "open": routes.open[place].astype(int).tolist(),
-        "cir": None if routes.cir is None else routes.cir[place].round(3).tolist(),
+        "index": int(routes.index[row]),
+        "label": classes[routes.label[row]],
+        "predicted": classes[routes.predicted[row]],
+        "open": routes.open[row].astype(int).tolist(),
+        "cir": None if routes.cir is None else routes.cir[row].round(3).tolist(),
     }
 
 

@@ -58,11 +58,11 @@ def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
     by_family = families(runs, "counted")
     if not by_family:
         return []
-    family = max(by_family, key=lambda one: len(by_family[one]))
+    family = max(by_family, key=lambda name: len(by_family[name]))
     points = []
-    for one in pareto.mark(by_family[family], "counted"):
-        (counted, _), (accuracy, _) = one.cost("counted"), one.accuracy()
-        point = {"label": one.label, "counted": counted, "accuracy": accuracy, "on_frontier": one.on_frontier}
+    for group in pareto.mark(by_family[family], "counted"):
+        (counted, _), (accuracy, _) = group.cost("counted"), group.accuracy()
+        point = {"label": group.label, "counted": counted, "accuracy": accuracy, "on_frontier": group.on_frontier}
         points.append(point | {"family": pareto.title(family)})
     return points
 

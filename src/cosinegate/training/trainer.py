@@ -74,8 +74,8 @@ def build_trainer(
 def _instances(nodes: DictConfig, kind: type) -> list[Any]:
     """What the nodes name by `_target_`; null leaves one out."""
     objects = {name: instantiate(node) for name, node in nodes.items() if node is not None}
-    for name, one in objects.items():
-        if not isinstance(one, kind):
+    for name, instance in objects.items():
+        if not isinstance(instance, kind):
             raise UserError(f"{name} = {nodes[name]}: is no lightning {kind.__name__}")
     return list(objects.values())
 
@@ -120,7 +120,7 @@ def check_batches(config: DictConfig, trainer: L.Trainer, data: ImageData, job: 
 
 
 def check_limit(key: str, limit: int | float | None, batches: int) -> None:
-    """Ends with one line where a share of so many batches is not one of them."""
+    """Ends with one line where a fraction of so many batches is less than one of them."""
     if isinstance(limit, float) and int(batches * limit) == 0:
         least = math.ceil(1000 / batches) / 1000
         raise UserError(f"{key} = {limit:g}: there are {batches} batches; at least {least:g}, or a number of batches")
