@@ -65,15 +65,13 @@ class Checkpoints(Checkpoint):
             self._look(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.sanity_checking:  # before the first step there is nothing to keep
-            return
         # a validation that starts again counts its batches again
         trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset()
         self._look(trainer)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         # several processes may have a different number of batches: they cannot agree
-        if trainer.world_size == 1 and not trainer.sanity_checking:
+        if trainer.world_size == 1:
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

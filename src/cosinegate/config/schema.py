@@ -243,11 +243,8 @@ class TrainerConfig:
         False, lambda v: isinstance(v, int) and 0 <= v <= MOST_IMAGES, "true, false or a number of batches"
     )
     check_val_every_n_epoch: int = at_least(1, default=1)
-    num_sanity_val_steps: int = allowed(0, lambda v: v >= -1, "at least 0, or -1 for all")
-    log_every_n_steps: int = at_least(0, default=1)
     gradient_clip_val: float | None = allowed(None, lambda v: v is None or v >= 0, "null or at least 0")
     accumulate_grad_batches: int = at_least(1, default=1)
-    sync_batchnorm: bool = True  # of several devices, BatchNorm sees the global batch
     deterministic: bool = True
     detect_anomaly: bool = False
     profiler: str | None = allowed(  # writes where the time goes into the run's folder

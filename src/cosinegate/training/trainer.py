@@ -63,8 +63,10 @@ def build_trainer(
         if isinstance(bar, L.callbacks.RichProgressBar):
             count_from_one(bar)
     on_cpu = _on_cpu(config.trainer.accelerator)
-    plugins = [AtomicCheckpoints(), *([SyncBatchNormOnCPU()] if config.trainer.sync_batchnorm and on_cpu else [])]
+    plugins = [AtomicCheckpoints(), *([SyncBatchNormOnCPU()] if on_cpu else [])]
     arguments |= {"callbacks": [*first, *extra, *last], "logger": loggers or False, "plugins": plugins}
+    # without a warning of few batches; BatchNorm sees the batch of all devices
+    arguments |= {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "sync_batchnorm": True}
     try:
         return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
