@@ -45,7 +45,7 @@ else
 	$(BIN)/python src/pareto.py sweep=$(SWEEP) x=$(X) $(filter runs_dir=%,$(ARGS)) && exit $$trained
 endif
 
-table: setup ## every gate beside the others, of the runs of SWEEP=peers (or RUNS='runs ...'), into results/peers.md
+table: setup ## every gate beside the others, of the runs of SWEEP=peers (or RUNS='runs ...'), into runs/figures
 	$(BIN)/python src/table.py $(if $(SWEEP),sweep=$(SWEEP),$(if $(filter-out runs,$(RUNS)),sweep=null 'runs=[$(subst $(space),$(comma),$(strip $(RUNS)))]')) $(ARGS)
 
 report: setup ## one HTML file about a run: make report RUN=runs/mnist/<run>, or RUNS='...' or SWEEP=quick
@@ -88,7 +88,7 @@ test-data: setup ## the real CIFAR-10 and MNIST paths
 soak: setup ## kill a run KILLS times, anywhere, and compare what it ends with
 	KILLS=$(KILLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s tests/training/test_soak.py $(ARGS)
 
-bench: setup ## measure training speed as ratios, into results/bench
+bench: setup ## measure training speed as ratios, into runs/figures
 	$(BIN)/python src/training_speed.py $(ARGS)
 
 clean: ## remove .venv and caches; data and runs stay

@@ -3,11 +3,9 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require
 
 
 def task(config: DictConfig) -> None:
-    require(config)
     from cosinegate.deploy.benchmark import benchmark
     from cosinegate.deploy.benchmark_table import show
 

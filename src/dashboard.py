@@ -3,12 +3,10 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require
 from cosinegate.terminal.errors import UserError
 
 
 def task(config: DictConfig) -> None:
-    require(config)
     from cosinegate.callbacks.loggers import has_account, require_answer, wandb_settings
 
     if not has_account():

@@ -5,18 +5,16 @@ import json
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require
 
 
 def task(config: DictConfig) -> None:
-    require(config)
     from cosinegate.evaluate import evaluate, show
 
-    found = evaluate(config)
+    result = evaluate(config)
     if config.json:
-        print(json.dumps(found[0], indent=2))
+        print(json.dumps(result[0], indent=2))
     else:
-        show(*found)
+        show(*result)
 
 
 if __name__ == "__main__":

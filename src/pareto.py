@@ -1,15 +1,13 @@
-"""Accuracy against compute over all runs, into results/pareto: `python src/pareto.py`, or `make pareto`."""
+"""Accuracy against compute over all runs, into runs/figures: `python src/pareto.py`, or `make pareto`."""
 
 import sys
 
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require
 
 
 def task(config: DictConfig) -> None:
-    require(config)
     from cosinegate.analysis.tables import pareto
 
     pareto(config, " ".join(sys.argv))

@@ -8,15 +8,13 @@ import sys
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import validate
 from cosinegate.config.identity import run_folder
 from cosinegate.terminal.errors import UserError
 
-TIMED = ("batches=[1,64]", "rounds=5", "compile=false", "threads=1")
+TIMED = ("batches=[1,64]", "rounds=5", "torch_compile=false", "threads=1")
 
 
 def task(config: DictConfig) -> None:
-    validate(config)  # a mistake is answered before lightning loads
     from cosinegate.deploy import benchmark, benchmark_table, export
     from cosinegate.terminal import console
     from cosinegate.train import train

@@ -3,11 +3,9 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require_positive
 
 
 def task(config: DictConfig) -> None:
-    require_positive(config, "threads", "limit_batches")
     from cosinegate.report.page import report
 
     report(config)

@@ -3,14 +3,15 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import validate
 
 
 def task(config: DictConfig) -> None:
-    validate(config)
+    from cosinegate.sweeps.space import search_space
+
+    space = search_space(config)  # a mistake is answered before torch loads
     from cosinegate.sweeps.search import search
 
-    search(config)
+    search(config, space)
 
 
 if __name__ == "__main__":

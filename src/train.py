@@ -3,11 +3,9 @@
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import validate
 
 
 def task(config: DictConfig) -> float:
-    validate(config)  # a mistake is answered before lightning loads
     from cosinegate.train import train
 
     return train(config, cli.current_job()).accuracy.best

@@ -6,11 +6,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cosinegate import cli
-from cosinegate.config.checks import require_positive
 
 
 def task(config: DictConfig) -> None:
-    require_positive(config, "threads", "steps", "batches", "val_batches", "rounds")
     from cosinegate.analysis.training_speed import bench, require_own_files, write
     from cosinegate.terminal.console import say
 

@@ -39,7 +39,7 @@ def test_a_person_gets_tables_of_classes_and_blocks(run):
     _, folder = run
     done = process("src/evaluate.py", f"run={folder / 'checkpoints' / 'best.ckpt'}", NO_COLOR="1")
     assert done.returncode == 0, done.stderr
-    for words in ("accuracy", "mean gate", "executed", "share of images", "CIR"):
+    for words in ("accuracy", "mean gate", "executed", "fraction of the images", "CIR"):
         assert words in done.stdout
     assert "\x1b[" not in done.stdout
 

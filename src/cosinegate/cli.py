@@ -1,12 +1,15 @@
 """Runs an entry point under Hydra. A person's mistake ends as one line on stderr, with exit code 2."""
 
 import argparse
+import dataclasses
+import json
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +21,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-import cosinegate.config.commands  # noqa: F401  the schemas that conf/ names
-from cosinegate.config.checks import no_such_key, not_left_out, require_schema, schema_keys
+from cosinegate.config.checks import no_such_key, not_left_out, require_schema, schema_keys, validate
+from cosinegate.config.commands import COMMANDS
 from cosinegate.config.identity import SWEEPS
 from cosinegate.runs.files import write_atomically
 from cosinegate.terminal.errors import NotFinite, UserError
@@ -30,16 +33,6 @@ from cosinegate.terminal.signals import Stopped
 from cosinegate.terminal.streams import lost_output, make_lossy
 
 CONF = Path(__file__).parents[2] / "conf"
-PLAIN = (
-    "benchmark",
-    "dashboard",
-    "evaluate",
-    "exits",
-    "export",
-    "pareto",
-    "report",
-    "table",
-)  # commands without groups
 EXIT_MISTAKE = 2
 # what lightning and OpenMP read as numbers, some of them while they are imported
 RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "JSM_NAMESPACE_RANK")
@@ -49,62 +42,32 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
-    """Composes `conf/<config_name>.yaml` with the command line and hands it to the task."""
-
-    started_by = os.getpid()
-    composed = False
+    """Composes `conf/<config_name>.yaml` with the command line, checks it, and hands it to the task."""
+    started_by, composed = os.getpid(), False
 
     def guarded(config: DictConfig) -> Any:
         nonlocal composed
         composed = True
-        if os.getppid() == started_by:  # a worker of a parallel sweep
-            end_with(started_by)
-            make_lossy()
-        sweeps = next((word for word in sys.argv if word.lstrip("+~").startswith("hydra.sweeper.")), None)
-        if sweeps is not None and current_job() is None:
-            end(UserError(f"{sweeps}: is for a multirun, and this would train one run; add -m"))
-        try:
-            require_schema(config)
-            require_schema(HydraConfig.get(), "hydra.")
-            return task(config)
-        except Stopped as stopped:
-            if os.getpid() != started_by:  # a worker must not take up the next job
-                os._exit(stopped.code)
-            _end_stopped(stopped)
-        except KeyboardInterrupt:
-            end_interrupted()
-        except Exception as error:
-            if current_job() is not None and config_name == "train":  # the launcher keeps it and goes on
-                raise UserError(why_it_ended(error, config)) from None
-            if isinstance(error, UserError | OmegaConfBaseException | OSError):
-                end(error)
-            if _says_nothing() and isinstance(error, RuntimeError) and any(words in str(error) for words in LOST):
-                sys.exit(1)  # the first process has ended and said why
-            raise
+        return _run_task(task, config, config_name, started_by)
 
     check_surroundings()
-    if "+sweeps=wandb" in sys.argv:
-        end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
-    if config_name != "train" and any(word.startswith("+sweeps=") for word in sys.argv):
-        end(UserError(f"+sweeps: a sweep is for src/train.py, not for {Path(sys.argv[0]).name}"))
-    if config_name != "train" and {"-m", "--multirun"} & set(sys.argv):
-        end(UserError(f"-m: a multirun is for src/train.py, not for {Path(sys.argv[0]).name}; leave -m out"))
-    if config_name in PLAIN and {"-h", "--help"} & set(sys.argv):
+    _refuse_sweeps(config_name)
+    if config_name in COMMANDS and {"-h", "--help"} & set(sys.argv):
         print(explained(config_name))
         _end_where_output_was_lost(trained=False)
         return
-    asked_for_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print over many lines
     try:
         hydra.main(config_path=str(CONF), config_name=config_name, version_base="1.3")(guarded)()
     except (UserError, OSError) as error:
         end(error)
     except (HydraException, OmegaConfBaseException) as error:
-        if asked_for_traceback:
+        if wants_traceback:
             raise
         end(error)
     except (ValueError, TypeError) as error:
-        if composed or asked_for_traceback or {"-m", "--multirun"} & set(sys.argv):
+        if composed or wants_traceback or {"-m", "--multirun"} & set(sys.argv):
             raise
         end(UserError(str(error)))  # Hydra has no exception of its own for every override that it refuses
     except Stopped as stopped:
@@ -118,8 +81,48 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
     _end_where_output_was_lost(trained=config_name in ("train", "search"))
 
 
+def _run_task(task: Callable[[DictConfig], Any], config: DictConfig, config_name: str, started_by: int) -> Any:
+    """Checks the config before the task imports torch, and ends with one line about what a person got wrong."""
+    if os.getppid() == started_by:  # a worker of a parallel sweep
+        end_with(started_by)
+        make_lossy()
+    sweeper_word = next((word for word in sys.argv if word.lstrip("+~").startswith("hydra.sweeper.")), None)
+    if sweeper_word is not None and current_job() is None:
+        end(UserError(f"{sweeper_word}: is for a multirun, and this would train one run; add -m"))
+    try:
+        require_schema(config)
+        require_schema(HydraConfig.get(), "hydra.")
+        validate(config)
+        return task(config)
+    except Stopped as stopped:
+        if os.getpid() != started_by:  # a worker must not take up the next job
+            os._exit(stopped.code)
+        _end_stopped(stopped)
+    except KeyboardInterrupt:
+        end_interrupted()
+    except Exception as error:
+        if current_job() is not None and config_name == "train":  # the launcher keeps it and goes on
+            raise UserError(why_it_ended(error, config)) from None
+        if isinstance(error, UserError | OmegaConfBaseException | OSError):
+            end(error)
+        if _says_nothing() and isinstance(error, RuntimeError) and any(words in str(error) for words in LOST):
+            sys.exit(1)  # the first process has ended and said why
+        raise
+
+
+def _refuse_sweeps(config_name: str) -> None:
+    """Ends with one line where a command other than train is asked for a multirun."""
+    if "+sweeps=wandb" in sys.argv:
+        end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
+    script = Path(sys.argv[0]).name
+    if config_name != "train" and any(word.startswith("+sweeps=") for word in sys.argv):
+        end(UserError(f"+sweeps: a sweep is for src/train.py, not for {script}"))
+    if config_name != "train" and {"-m", "--multirun"} & set(sys.argv):
+        end(UserError(f"-m: a multirun is for src/train.py, not for {script}; leave -m out"))
+
+
 def _end_where_output_was_lost(trained: bool) -> None:
-    """What was trained is in its folder; what another command found out was to be read."""
+    """What was trained is in its folder; what another command printed was to be read."""
     words = lost_output()
     if words is not None and trained:
         print(f"what was printed could not be written ({words}); the run's folder has everything", file=sys.stderr)
@@ -154,13 +157,19 @@ def check_surroundings() -> None:
 
 def _with_home(word: str) -> str:
     """A shell expands ~ at a word's beginning alone, and Hydra's grammar has none."""
-    return re.sub(r"(?<=[=\[,\"'])~[\w.-]*(?=/)", lambda found: os.path.expanduser(found[0]), word)
+    return re.sub(r"(?<=[=\[,\"'])~[\w.-]*(?=/)", lambda match: os.path.expanduser(match[0]), word)
 
 
 def explained(config_name: str) -> str:
-    """Every key of a command with its value and what it is for, as its file in conf/ tells it."""
-    text = (CONF / f"{config_name}.yaml").read_text().partition("\nhydra:")[0]
-    return re.sub(r"defaults:\n(  - .*\n)+\n", "\n", text).strip()
+    """Every key of a command with its default and what it is for."""
+    usage = (CONF / f"{config_name}.yaml").read_text().splitlines()[0]
+    return "\n".join([usage, "", *map(_explained_key, dataclasses.fields(COMMANDS[config_name]))])
+
+
+def _explained_key(key: dataclasses.Field) -> str:
+    default = key.default_factory() if key.default is dataclasses.MISSING else key.default
+    shown = default.name if isinstance(default, Enum) else json.dumps(default).replace('"', "")
+    return f"{key.name}: {shown} # {key.metadata['about']}"
 
 
 def current_job() -> str | None:

@@ -13,10 +13,9 @@ from cosinegate.callbacks.flops import ExecutedFlops
 from cosinegate.callbacks.gate_statistics import TestRouting
 from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.routes import Routes
-from cosinegate.config.checks import require_positive
 from cosinegate.config.choices import Checkpoint
 from cosinegate.config.commands import EvaluateConfig
-from cosinegate.config.schema import is_batches, is_plain_name
+from cosinegate.config.ranges import is_plain_name
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import read_network
 from cosinegate.deploy.source import is_written_network
@@ -31,20 +30,17 @@ from cosinegate.training.load import chosen_path, load_checkpoint
 from cosinegate.training.trainer import build_trainer, check_limit, lightning_mistakes, quiet
 
 
-def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
+def evaluate(options: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
     """What the test set shows of a network: as plain values, as the routing summary, and the names of the classes."""
     quiet()
-    require_positive(asked, "threads")
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
-    if not is_batches(asked.limit_batches):
-        raise UserError(f"limit_batches = {asked.limit_batches}: must be null, a number of batches or a fraction")
-    path, module, config, name = load_module(asked.run, asked.checkpoint)
-    config.data.root, config.data.folder = asked.root or config.data.root, asked.data_folder or config.data.folder
-    config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    path, module, config, name = load_module(options.run, options.checkpoint)
+    config.data.root, config.data.folder = options.root or config.data.root, options.data_folder or config.data.folder
+    config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not options.json
     data = ImageData(config.data, config.seed)
     routing, executed = TestRouting(), ExecutedFlops(dense_flops(dense_network(config), data.image_set.shape))
-    tested = _test(module, config, data, [routing, executed], asked.accelerator, asked.limit_batches)
+    tested = _test(module, config, data, [routing, executed], options.accelerator, options.limit_batches)
     summary, classes = routing.summary, data.image_set.classes
     flops = {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense}
     facts = {"checkpoint": str(path), "experiment": name, "data": config.data.name.name}
@@ -80,7 +76,7 @@ def _result(
     classes: tuple[str, ...],
 ) -> dict[str, Any]:
     cir = [None] * len(summary.open) if summary.cir is None else [c if c == c else None for c in summary.cir.tolist()]
-    share = summary.correct / summary.count.clamp_min(1)
+    accuracies = summary.correct / summary.count.clamp_min(1)
     return facts | {
         "images": int(summary.count.sum()),
         "accuracy": accuracy,
@@ -93,7 +89,7 @@ def _result(
         "flops": flops,
         "blocks": [{"open": o, "cir": c} for o, c in zip(summary.open.tolist(), cir, strict=True)],
         "classes": [
-            {"name": name, "images": int(summary.count[k]), "accuracy": share[k].item(), "open": opened.tolist()}
+            {"name": name, "images": int(summary.count[k]), "accuracy": accuracies[k].item(), "open": opened.tolist()}
             for k, (name, opened) in enumerate(zip(classes, summary.open_by_class, strict=True))
         ],
     }
@@ -123,8 +119,8 @@ def _test(
     check_limit("limit_batches", limit_batches, data.batches(1)["test"])
     trainer = build_trainer(config, [], callbacks, metrics=None)
     with lightning_mistakes():
-        (found,) = trainer.test(module, datamodule=data, verbose=False)
-    return found
+        (metrics,) = trainer.test(module, datamodule=data, verbose=False)
+    return metrics
 
 
 def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ...]) -> None:
@@ -142,8 +138,8 @@ def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ..
 
 
 def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
-    """Class x block: the share of a class's images that compute each block."""
-    table = Table(title="share of images that compute each block", title_justify="left")
+    """Class x block: the fraction of a class's images that compute each block."""
+    table = Table(title="fraction of the images that compute each block", title_justify="left")
     table.add_column("class")
     table.add_column("accuracy", justify="right")
     for block in range(summary.open.numel()):
@@ -154,7 +150,7 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
         table.add_row(name, console.percent(right.item()), *open_fractions)
     table.add_section()
     right = summary.correct.sum() / summary.count.sum()
-    table.add_row("all", console.percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))
+    table.add_row("all", console.percent(right.item()), *(f"{fraction:.2f}" for fraction in summary.open.tolist()))
     if summary.cir is not None:
         table.add_row("CIR", "", *("" if value != value else f"{value:.2f}" for value in summary.cir.tolist()))
     widest = 28 + 7 * summary.open.numel()

@@ -120,8 +120,8 @@ def cosine(inner: Tensor, square_u: Tensor, square_v: Tensor) -> Tensor:
     defined = ~((square_u <= TINY) | (square_v <= TINY))
     one = torch.ones_like(square_u)
     norms = torch.where(defined, square_u, one).sqrt() * torch.where(defined, square_v, one).sqrt()
-    found = torch.where(norms.isinf(), torch.nan, inner / norms)  # squares that overflowed say nothing
-    return torch.where(defined, found, torch.zeros_like(inner)).clamp(-1.0, 1.0)
+    ratio = torch.where(norms.isinf(), torch.nan, inner / norms)  # squares that overflowed say nothing
+    return torch.where(defined, ratio, torch.zeros_like(inner)).clamp(-1.0, 1.0)
 
 
 def cir(dots: Dots) -> Tensor:

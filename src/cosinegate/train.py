@@ -73,7 +73,7 @@ def try_a_few_batches(config: DictConfig) -> Record:
     """Trains, validates and tests a few batches through everything that a run goes through, in a folder that goes."""
     batches = int(config.trainer.fast_dev_run)
     short = {f"limit_{stage}_batches": batches for stage in ("train", "val", "test")}
-    short |= {"fast_dev_run": False, "max_epochs": 1, "max_steps": -1, "overfit_batches": 0, "num_sanity_val_steps": 0}
+    short |= {"fast_dev_run": False, "max_epochs": 1, "max_steps": -1, "overfit_batches": 0}
     short |= {"check_val_every_n_epoch": 1, "profiler": None}
     with tempfile.TemporaryDirectory() as folder:
         tried = OmegaConf.merge(config, {"trainer": short, "run_dir": f"{folder}/run", "runs_dir": folder})

@@ -173,9 +173,9 @@ def test_runs_of_a_sweep_and_of_single_commands_become_one_table_through_the_com
         shutil.copy(record, kept / record.parent.name)
     done = process(str(ROOT / "src" / "table.py"), "sweep=null", "runs=[results/peers]", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["written", "results/peers.md", "written", "results/peers.png"]
-    assert (tmp_path / "results" / "peers.png").read_bytes().startswith(b"\x89PNG")
-    rows = rows_of((tmp_path / "results" / "peers.md").read_text())
+    assert done.stdout.split() == ["written", "runs/figures/peers.md", "written", "runs/figures/peers.png"]
+    assert (tmp_path / "runs" / "figures" / "peers.png").read_bytes().startswith(b"\x89PNG")
+    rows = rows_of((tmp_path / "runs" / "figures" / "peers.md").read_text())
     tiny = " ".join(TINY)
     assert {name: row["command"] for name, row in rows.items()} == {
         "random": f"`python src/train.py -m {tiny} gate=random objective=plain name=random +protocol=peers seed=0,1`",

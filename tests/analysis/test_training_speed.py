@@ -2,6 +2,9 @@ import json
 
 import pytest
 from conftest import assert_one_line, process
+from hydra.utils import get_class
+
+from cosinegate.analysis import training_speed
 
 
 @pytest.mark.slow
@@ -23,6 +26,10 @@ def test_the_benchmark_measures_every_bar_and_says_which_are_missed(tmp_path):
     table = (tmp_path / "training.md").read_text()
     for figure in figures:
         assert f"| {figure['what']} | {figure['value']:.3f} | {figure['bar']} |" in table
+
+
+def test_the_callback_that_a_run_is_given_is_there():
+    assert get_class(training_speed.RIVAL) is training_speed.Rival
 
 
 def test_a_benchmark_of_nothing_is_refused():

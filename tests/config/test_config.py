@@ -5,7 +5,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate import cli
 from cosinegate.config.checks import validate
+from cosinegate.config.commands import COMMANDS
 from cosinegate.config.identity import identity
+from cosinegate.config.schema import ranges
 from cosinegate.terminal.errors import UserError
 
 BAD = [
@@ -83,20 +85,50 @@ def test_a_bad_config_is_answered_with_one_line(case):
         assert fragment in line
 
 
-MISTAKES = ["objective.tau_target=2", "optimizer.lr=fast", "gate=random gate.gamma.init=-2", "gate.kind=aig"]
-MISTAKES += [
-    "+seeed=1",
-    "gate.gamma.init=1",
-    "network.depth=21",
-    "weights=",
-    "optimizer.nesterov=true optimizer.momentum=0",
+# of every command each key that has a range, with values that it does not allow
+OUT_OF_RANGE = {
+    "evaluate": {"threads": ["0", "1025"], "limit_batches": ["0", "-2", "1.5"]},
+    "export": {"threads": ["0"], "tolerance": ["0.5", "-0.1", "nan"], "images": ["0"], "budget": ["0", "nan"]},
+    "exits": {
+        "threads": ["0"],
+        "tolerance": ["0.5"],
+        "images": ["0"],
+        "budgets": ["[]", "[0.7,-1]", "[nan]"],
+        "after": ["[]", "[-1]"],
+    },
+    "benchmark": {
+        "threads": ["0"],
+        "tolerance": ["0.5"],
+        "images": ["0"],
+        "budget": ["-1"],
+        "batches": ["[]", "[0]"],
+        "rounds": ["0"],
+    },
+    "pareto": {"runs": ["[]", "5", "[5]", "['']"], "sweep": ["../x"], "reference": ["[1]", "[nan,1]"]},
+    "table": {"runs": ["[]"], "sweep": ["a/b"], "path": ["peers.png"]},
+    "report": {"runs": ["[]"], "sweep": [".x"], "threads": ["0"], "limit_batches": ["0"]},
+    "training_speed": {"threads": ["0"], "steps": ["0"], "batches": ["0"], "val_batches": ["0"], "rounds": ["0"]},
+    "dashboard": {},
+}
+SEARCH = ["search.trials=0", "search.population=1", "search.cost=latency", "search.study=../x", "gate=none"]
+SEARCH += ["search.space.tau_target.low=7", "search.space.tau_target.key=a..b", "trainer.fast_dev_run=true"]
+TRAIN = ["objective.tau_target=2", "optimizer.lr=fast", "gate=random gate.gamma.init=-2", "gate.kind=aig", "weights="]
+TRAIN += ["+seeed=1", "gate.gamma.init=1", "network.depth=21", "optimizer.nesterov=true optimizer.momentum=0"]
+MISTAKES = [f"train {words}" for words in TRAIN] + [f"search {words}" for words in SEARCH] + ["report", "exits"]
+ABOUT_A_RUN = ("evaluate", "export", "exits", "benchmark")
+REFUSED = [  # command, key and value
+    (f"{command} run=x" if command in ABOUT_A_RUN else command, key, value)
+    for command, keys in OUT_OF_RANGE.items()
+    for key, values in keys.items()
+    for value in values
 ]
-TRAIN_EACH = """
+RUN_EACH = """
 import os, runpy, sys
 for mistake in sys.argv[1:]:
-    sys.argv = ["src/train.py", *mistake.split()]
+    command, *words = mistake.split()
+    sys.argv = [f"src/{command}.py", *words]
     try:
-        runpy.run_path("src/train.py", run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         del os.environ["HYDRA_FULL_ERROR"]
         print(ended.code, *sorted({"torch", "lightning"} & set(sys.modules)))
@@ -104,9 +136,19 @@ for mistake in sys.argv[1:]:
 
 
 def test_a_mistake_is_answered_before_torch_is_imported():
-    done = process("-c", TRAIN_EACH, *MISTAKES, afresh=True)
-    assert done.stdout.splitlines() == ["2"] * len(MISTAKES), done.stderr
-    assert len(done.stderr.splitlines()) == len(MISTAKES), done.stderr
+    words = MISTAKES + [f"{command} {key}={value}" for command, key, value in REFUSED]
+    done = process("-c", RUN_EACH, *words, afresh=True)
+    assert done.stdout.splitlines() == ["2"] * len(words), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(words), done.stderr
+    for (command, key, value), line in zip(REFUSED, lines[len(MISTAKES) :], strict=True):
+        assert line.startswith(f"error: {key} = "), (command, value, line)
+        assert ": must be " in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_range_of_a_command_refuses_something(command):
+    assert set(ranges(COMMANDS[command])) == set(OUT_OF_RANGE[command])
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in cli.CONF.glob("*.yaml")))
@@ -182,13 +224,15 @@ def test_an_experiment_opens_with_its_command_and_what_to_expect(path):
     assert config(f"+experiment={path.stem}").name == path.stem
 
 
-@pytest.mark.parametrize("name", cli.PLAIN)
-def test_help_tells_every_key_of_a_command(name):
-    words = cli.explained(name)
-    assert words.startswith(f"# python src/{name}.py")
-    assert "hydra" not in words
-    for key in config(config_name=name):
-        assert f"\n{key}: " in words
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_explains_every_key_of_a_command(name):
+    first, _, *lines = cli.explained(name).splitlines()
+    assert first.startswith(f"# python src/{name}.py")
+    assert [line.partition(":")[0] for line in lines] == list(config(config_name=name))
+    for line in lines:
+        value, _, about = line.partition(": ")[2].partition(" # ")
+        assert value
+        assert len(about) > 5, line
 
 
 def test_help_is_that_through_a_process():

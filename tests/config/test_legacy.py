@@ -147,6 +147,7 @@ LEFT = {
     "objective.bounds": 0.33,
     "objective.reinforce.weight": 0.1,
     "objective.start_epoch": 2.0,
+    "trainer.sync_batchnorm": False,
     "trunk": "runs/trunk/ab-s0",
 }
 CASES = [(key, value) for key, values in LEFT.items() for value in (values if isinstance(values, list) else [values])]

@@ -90,8 +90,6 @@ EDGES: dict[str, list[Any]] = {  # of what is neither a choice nor true or false
     "trainer.overfit_batches": [0, 1, 0.5, 1e-9],
     "trainer.fast_dev_run": [False, True, 2],
     "trainer.check_val_every_n_epoch": [1, 2, 10**9],
-    "trainer.num_sanity_val_steps": [0, 1, 2, -1, 10**9],
-    "trainer.log_every_n_steps": [0, 10**9],
     "trainer.gradient_clip_val": [None, 0.0, 1e-30, LARGEST],
     "trainer.accumulate_grad_batches": [1, 2, 10**9],
     "trainer.profiler": [None, "simple"],

@@ -26,7 +26,7 @@ from deployed import (
 )
 from same_routes import near_exit
 
-from cosinegate.deploy.engines import compiled_form
+from cosinegate.deploy.engines import torch_compiled
 from cosinegate.deploy.fold import folded
 from cosinegate.deploy.int8 import is_of_gate, write_int8
 from cosinegate.deploy.onnx_forms import (
@@ -175,11 +175,11 @@ def test_a_quiet_export_leaves_logging_as_it_was(capsys, caplog):
 def test_what_is_compiled_is_the_network():
     network, x = network_of(config(*LAST_STAGE)), digits("test")[:8]
     with torch.no_grad():
-        (scores,) = compiled_form(BatchForm(folded(network)).eval(), x)(x)
+        (scores,) = torch_compiled(BatchForm(folded(network)).eval(), x)(x)
     torch.testing.assert_close(scores, eager(network, x).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_no_compiler_is_said(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert compiled_form(BatchForm(network_of(config(*LAST_STAGE))), images(2)) is None
+    assert torch_compiled(BatchForm(network_of(config(*LAST_STAGE))), images(2)) is None
     assert "no C++ compiler" in capsys.readouterr().out

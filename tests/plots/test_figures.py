@@ -1,4 +1,6 @@
-from cosinegate.plots.curves import draw_curves, phases
+import matplotlib.pyplot as plt
+
+from cosinegate.plots.curves import curves_figure, draw_curves, phases
 from cosinegate.runs.record import read_metrics, write_metrics
 
 
@@ -33,6 +35,21 @@ def test_the_figure_is_drawn_for_gated_dense_and_single_epoch_runs(tmp_path):
         draw_curves(rows, path, name, tau_target=0.7, warmup_epochs=1)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 20_000
+
+
+def test_prog_and_the_target_are_drawn_where_a_penalty_pushes_the_gates():
+    rows = {epoch: row | {"schedule/prog": 0.5} for epoch, row in rows_of([1.0, 0.9, 0.7]).items()}
+
+    def words(tau_target: float | None) -> tuple[list[str], bool]:
+        figure = curves_figure(rows, "a run", tau_target, warmup_epochs=1)
+        plt.close(figure)
+        return figure.axes[1].get_legend_handles_labels()[1], any(
+            text.get_text().startswith("phases") for text in figure.texts
+        )
+
+    gates = ["mean gate, hard (counted FLOPs)", "executed FLOPs / dense", "mean gate, relaxed (training)"]
+    assert words(0.7) == ([*gates, "prog(t)", "target 0.7"], True)  # and the phases
+    assert words(None) == (gates, False)
 
 
 def test_metrics_survive_a_round_trip(tmp_path):

@@ -88,6 +88,7 @@ def test_a_gated_run_shows_every_figure_with_words_for_it(runs, opened, tmp_path
         assert words == caption(page, chart)
     assert "I exploration" in page.locator("#accuracy").inner_text()
     assert page.locator("#s-frontier").is_hidden()
+    assert page.locator("#s-exits").is_hidden()
     assert page.locator("#unfinished").is_hidden()
     assert f"counted {record['flops']['counted']:.3f}" in caption(page, "efficiency")
 
@@ -185,6 +186,7 @@ def test_what_a_record_lacks_is_said_and_every_chart_is_drawn(runs, opened, tmp_
 
     copies = [without("one", ["skip_percent"], None), without("null", FIGURES, None), without("gone", FIGURES, ...)]
     copies += [without("rows", [], None), without("nan", ["flops.executed", "accuracy.best"], float("nan"))]
+    copies += [without("free", ["lambda_flops"], 0.0)]
     lines = [line.split(",") for line in (copies[3] / "metrics.csv").read_text().splitlines()]
     holes = {"gates/mean": "nan", "gates/block_00": "", "val/acc": "inf"}
     lines[1] = [holes.get(name, value) for name, value in zip(*lines[:2], strict=True)]
@@ -197,7 +199,11 @@ def test_what_a_record_lacks_is_said_and_every_chart_is_drawn(runs, opened, tmp_
         for chart in CHARTS:
             assert page.locator(f"#{chart} svg").count() == 1, (copy.name, chart)
             assert not {"undefined", "NaN", "null"} & set(caption(page, chart).split()), (copy.name, chart)
+    page.select_option("#against", "")
+    assert "prog(t)" not in page.locator("#efficiency").inner_text()  # without a penalty it moves nothing
+    assert "Not recorded" not in caption(page, "efficiency")
     page.select_option("#run", "0")
+    assert "prog(t)" in page.locator("#efficiency").inner_text()
     record = json.loads((copies[0] / "record.json").read_text())
     assert f"executed {record['flops']['executed']:.3f} of" in caption(page, "efficiency")
     assert "Not recorded: percent skipped." in caption(page, "efficiency")
@@ -261,3 +267,13 @@ def test_exits_show_their_routes_and_no_epochs(runs, opened, tmp_path):
     assert page.locator("#block-epoch").is_hidden()
     assert page.locator("#paths svg").count() == 1
     assert "after blocks 0" in page.locator("#card").inner_text()
+    frontier = json.loads((made / "frontier.json").read_text())
+    words = caption(page, "exits")
+    for point in (frontier["own"], *frontier["points"]):
+        assert f"{100 * point['accuracy']:.2f}% at {point['executed']:.3f}" in words
+    assert page.locator("#exits svg").count() == 1
+    for point in frontier["points"]:
+        assert f"{point['budget']:.2f}" in page.locator("#exits").inner_text()
+    (made / "frontier.json").write_text('{"after": [0]}')
+    with pytest.raises(UserError, match=r"frontier\.json cannot be read: own"):
+        write_report([made], tmp_path / "report.html", limit_batches=1)

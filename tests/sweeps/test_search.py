@@ -6,9 +6,12 @@ from pathlib import Path
 import optuna
 import pytest
 from conftest import ROOT, assert_one_line, process, started
+from omegaconf import DictConfig
 
 from cosinegate import cli
+from cosinegate.config.checks import validate
 from cosinegate.sweeps.search import search
+from cosinegate.sweeps.space import Space, search_space
 from cosinegate.terminal.errors import UserError
 
 SHORT = ["+experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=4", "threads=1"]
@@ -23,6 +26,13 @@ def study_in(runs: Path) -> optuna.Study:
 def found(runs: Path) -> list[tuple]:
     trials = study_in(runs).trials
     return [(trial.state.name, trial.params, trial.values) for trial in trials]
+
+
+def space_of(*overrides: str) -> tuple[DictConfig, Space]:
+    """The options that a command line with these overrides gives, and their space, checked as src/search.py does."""
+    options = cli.compose(*overrides, config_name="search")
+    validate(options)
+    return options, search_space(options)
 
 
 def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
@@ -59,9 +69,9 @@ def test_a_search_killed_on_the_way_ends_with_the_same_trials(tmp_path):
 
 
 def test_a_search_with_tpe_goes_on_to_more_trials(tmp_path):
-    asked = [*SHORT, "trainer.max_epochs=1", "search.sampler=tpe", f"runs_dir={tmp_path}"]
+    words = [*SHORT, "trainer.max_epochs=1", "search.sampler=tpe", f"runs_dir={tmp_path}"]
     for trials in (1, 2):
-        search(cli.compose(*asked, f"search.trials={trials}", config_name="search"))
+        search(*space_of(*words, f"search.trials={trials}"))
     assert [state for state, *_ in found(tmp_path)] == ["COMPLETE", "COMPLETE"]
 
 
@@ -127,7 +137,7 @@ BAD = [
 def test_a_bad_search_is_refused_and_nothing_written(case, tmp_path):
     overrides, fragments = case
     with pytest.raises(UserError) as caught:
-        search(cli.compose("+experiment=digits", *overrides, f"runs_dir={tmp_path}/runs", config_name="search"))
+        space_of("+experiment=digits", *overrides, f"runs_dir={tmp_path}/runs")
     for fragment in fragments:
         assert fragment in str(caught.value)
     assert list(tmp_path.iterdir()) == []

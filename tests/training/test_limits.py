@@ -1,4 +1,4 @@
-"""Lightning's ways to train less: max_steps, max_time, overfit_batches, fast_dev_run. Its sanity check and profiler."""
+"""Lightning's ways to train less: max_steps, max_time, overfit_batches, fast_dev_run. Its profiler."""
 
 import json
 from pathlib import Path
@@ -35,12 +35,6 @@ def assert_same_run(one: Path, other: Path) -> None:
     for record in records:
         del record["identity"], record["overrides"]
     assert records[0] == records[1]
-
-
-def test_a_sanity_check_changes_nothing(tmp_path):
-    for steps in (0, 1, 2, -1):
-        trained(tmp_path / f"{steps}", "trainer.max_epochs=2", f"trainer.num_sanity_val_steps={steps}")
-        assert_same_run(tmp_path / "0", tmp_path / f"{steps}")
 
 
 def test_max_steps_ends_in_the_middle_of_an_epoch_and_the_record_says_so(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 
 from cosinegate.analysis.frontier import Point, hypervolume, on_frontier
-from cosinegate.analysis.quoted import QUOTED
+from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import ABSOLUTE, ALL_NETWORKS, Configuration, Family, Run
 from cosinegate.runs.outputs import require_own, save_figure, write_text
 from cosinegate.terminal.escape import code, csv_cell, markdown
@@ -38,30 +38,32 @@ MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond 
 
 def mark(configurations: list[Configuration], x: str) -> list[Configuration]:
     """Those that have the cost, with their place on the frontier of the means."""
-    measured = [one for one in configurations if any(run.cost(x) is not None for run in one.runs)]
-    for one, flag in zip(measured, on_frontier(points(measured, x)), strict=True):
-        one.on_frontier = flag
+    measured = [group for group in configurations if any(run.cost(x) is not None for run in group.runs)]
+    for group, flag in zip(measured, on_frontier(points(measured, x)), strict=True):
+        group.on_frontier = flag
     return measured
 
 
 def points(configurations: list[Configuration], x: str) -> list[Point]:
-    return [(one.cost(x)[0], one.accuracy()[0]) for one in configurations]
+    return [(group.cost(x)[0], group.accuracy()[0]) for group in configurations]
 
 
 def reference_point(configurations: list[Configuration], x: str) -> Point:
     """The stated corner that a hypervolume is measured from."""
-    dearest = max(one.cost(x)[0] for one in configurations) if x in ABSOLUTE else 1.0
+    dearest = max(group.cost(x)[0] for group in configurations) if x in ABSOLUTE else 1.0
     return MARGIN * dearest, CHANCE
 
 
 def stem(family: Family, x: str) -> str:
     data, network, epochs, chosen_on = family
-    return f"{data}-{network}-{epochs}epochs-{'' if chosen_on == 'test' else f'{chosen_on}-'}{x}"
+    length = "unknown" if epochs is None else epochs
+    return f"{data}-{network}-{length}epochs-{'' if chosen_on == 'test' else f'{chosen_on}-'}{x}"
 
 
 def title(family: Family) -> str:
     data, network, epochs, chosen_on = family
-    words = [data, "all networks" if network == ALL_NETWORKS else network, f"{epochs} epochs"]
+    words = [data, "all networks" if network == ALL_NETWORKS else network]
+    words.append("epochs not recorded" if epochs is None else f"{epochs} epochs")
     return ", ".join(words + ([] if chosen_on == "test" else [f"chosen on {chosen_on}"]))
 
 
@@ -91,51 +93,27 @@ def draw(family: Family, configurations: list[Configuration], x: str, files: lis
     data, network, *_ = family
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
     axis.margins(x=0.12, y=0.08)
-    for is_dense, colour, marker in ((False, "C0", "o"), (True, "black", "s")):
-        some = [one for one in configurations if one.is_dense is is_dense]
-        if not some:
-            continue
-        every = [(run.cost(x), 100 * run.accuracy) for one in some for run in one.runs if run.cost(x) is not None]
-        axis.scatter(*zip(*every, strict=True), 14, colour, alpha=0.35)
-        costs, accuracies = [one.cost(x) for one in some], [one.accuracy() for one in some]
-        axis.errorbar(
-            [mean for mean, _ in costs],
-            [100 * mean for mean, _ in accuracies],
-            xerr=[math.nan if std is None else std for _, std in costs],
-            yerr=[math.nan if std is None else 100 * std for _, std in accuracies],
-            fmt=marker,
-            color=colour,
-            ecolor=(colour, 0.5),
-            capsize=3,
-            elinewidth=1,
-        )
-    also = _elsewhere(axis, configurations) if x == "executed" else []
-    best = sorted(
-        point for point, one in zip(points(configurations, x), configurations, strict=True) if one.on_frontier
-    )
-    axis.step([p[0] for p in best], [100 * p[1] for p in best], where="post", color="C1", zorder=1)
-    quoted = QUOTED.get(data, []) if x == "counted" else []
-    axis.plot([q.counted for q in quoted], [100 * q.accuracy for q in quoted], "D", color="grey", fillstyle="none")
-    named = [one for one in configurations if one.on_frontier]
-    named = named[:: -(-len(named) // MOST_NAMES)] if named else []  # of a longer frontier every second, third, ...
-    words = [(one.cost(x)[0], one.accuracy()[0], one.label, "black") for one in named]
-    words += [(q.counted, q.accuracy, q.name, "grey") for q in quoted]
-    _annotate(axis, words)
+    dense = [group for group in configurations if group.is_dense]
+    _draw_runs(axis, [group for group in configurations if not group.is_dense], x, "C0", "o")
+    _draw_runs(axis, dense, x, "black", "s")
     handles = [
         plt.Line2D([], [], color="C0", marker="o", label="gated: mean ± std over seeds"),
         plt.Line2D([], [], color="C0", marker="o", linestyle="", markersize=4, alpha=0.35, label="every run"),
         plt.Line2D([], [], color="C1", label="frontier of the means"),
+        *(_elsewhere(axis, configurations) if x == "executed" else []),
     ]
-    handles += also
-    if any(one.is_dense for one in configurations):
-        dense = "dense" if network == ALL_NETWORKS else f"dense {network.partition('-')[0]}"
-        handles.append(plt.Line2D([], [], color="black", marker="s", label=dense))
+    if dense:
+        label = "dense" if network == ALL_NETWORKS else f"dense {network.partition('-')[0]}"
+        handles.append(plt.Line2D([], [], color="black", marker="s", label=label))
+    quoted = QUOTED.get(data, []) if x == "counted" else []
     if quoted:
+        axis.plot([q.counted for q in quoted], [100 * q.accuracy for q in quoted], "D", color="grey", fillstyle="none")
         label = "quoted from the paper (ResNet-20), not measured"
         handles.append(plt.Line2D([], [], color="grey", marker="D", fillstyle="none", linestyle="", label=label))
+    _draw_frontier(axis, configurations, x, quoted)
     figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=3)
-    runs = sum(len(one.runs) for one in configurations)
-    executed = [run.cost("trained") for one in configurations for run in one.runs]
+    runs = sum(len(group.runs) for group in configurations)
+    executed = [run.cost("trained") for group in configurations for run in group.runs]
     axis.set(xlabel=AXES[x], ylabel="test accuracy, hard gates (%)")
     axis.set_title(
         f"{title(family)}: {len(configurations)} configurations, {runs} runs\n"
@@ -147,17 +125,49 @@ def draw(family: Family, configurations: list[Configuration], x: str, files: lis
     plt.close(figure)
 
 
+def _draw_runs(axis: Axes, configurations: list[Configuration], x: str, colour: str, marker: str) -> None:
+    """A small point a run, a large one with its spread a configuration."""
+    if not configurations:
+        return
+    runs = [run for group in configurations for run in group.runs if run.cost(x) is not None]
+    axis.scatter([run.cost(x) for run in runs], [100 * run.accuracy for run in runs], 14, colour, alpha=0.35)
+    costs, accuracies = [group.cost(x) for group in configurations], [group.accuracy() for group in configurations]
+    axis.errorbar(
+        [mean for mean, _ in costs],
+        [100 * mean for mean, _ in accuracies],
+        xerr=[math.nan if std is None else std for _, std in costs],
+        yerr=[math.nan if std is None else 100 * std for _, std in accuracies],
+        fmt=marker,
+        color=colour,
+        ecolor=(colour, 0.5),
+        capsize=3,
+        elinewidth=1,
+    )
+
+
+def _draw_frontier(axis: Axes, configurations: list[Configuration], x: str, quoted: list[Quoted]) -> None:
+    """The frontier as steps, with the names of its configurations, and those of the quoted points."""
+    best = [group for group in configurations if group.on_frontier]
+    steps = sorted(points(best, x))
+    axis.step(
+        [cost for cost, _ in steps], [100 * accuracy for _, accuracy in steps], where="post", color="C1", zorder=1
+    )
+    named = best[:: -(-len(best) // MOST_NAMES)] if best else []  # of a longer frontier every second, third, ...
+    words = [(group.cost(x)[0], group.accuracy()[0], group.label, "black") for group in named]
+    _annotate(axis, words + [(q.counted, q.accuracy, q.name, "grey") for q in quoted])
+
+
 def _elsewhere(axis: Axes, configurations: list[Configuration]) -> list[plt.Line2D]:
     """Where counting would have put a gated point, hollow, and where it was as trained, if compiling moved it."""
     hollow = {"marker": "o", "color": "C0", "fillstyle": "none", "linestyle": "", "label": "counted (the paper's)"}
     crossed = {"marker": "x", "color": "C0", "linestyle": "", "label": "executed as trained"}
-    gated = [one for one in configurations if not one.is_dense]
-    moved = [one for one in gated if _is_compiled(one)]
+    gated = [group for group in configurations if not group.is_dense]
+    moved = [group for group in gated if _is_compiled(group)]
     drawn = [(gated, "counted", hollow)] * bool(gated) + [(moved, "trained", crossed)] * bool(moved)
     for some, x, style in drawn:
-        axis.plot([one.cost(x)[0] for one in some], [100 * one.accuracy()[0] for one in some], **style)
-    costs = [[one.cost(x)[0] for x in ("counted", "executed", "trained")] for one in gated]
-    heights, ends = [100 * one.accuracy()[0] for one in gated], (list(map(min, costs)), list(map(max, costs)))
+        axis.plot([group.cost(x)[0] for group in some], [100 * group.accuracy()[0] for group in some], **style)
+    costs = [[group.cost(x)[0] for x in ("counted", "executed", "trained")] for group in gated]
+    heights, ends = [100 * group.accuracy()[0] for group in gated], (list(map(min, costs)), list(map(max, costs)))
     axis.hlines(heights, *ends, color="C0", linewidth=0.6, alpha=0.5)
     return [plt.Line2D([], [], **style) for _, _, style in drawn]
 
@@ -179,7 +189,7 @@ def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
 
 def as_csv(configurations: list[Configuration]) -> str:
     """A row a run."""
-    rows = [_row(one, run) for one in configurations for run in one.runs]
+    rows = [_row(group, run) for group in configurations for run in group.runs]
     text = io.StringIO()
     table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     table.writeheader()
@@ -187,11 +197,11 @@ def as_csv(configurations: list[Configuration]) -> str:
     return text.getvalue()
 
 
-def _row(one: Configuration, run: Run) -> dict[str, Any]:
+def _row(group: Configuration, run: Run) -> dict[str, Any]:
     record = run.record
     return {
-        "on_frontier": one.on_frontier,
-        "configuration": one.label,
+        "on_frontier": group.on_frontier,
+        "configuration": group.label,
         "identity": record.identity,
         "experiment": record.experiment,
         "seed": record.seed,
@@ -248,24 +258,24 @@ def rows(configurations: list[Configuration], x: str) -> list[list[str]]:
     """A configuration a row, as words."""
     return [
         [
-            "★" if one.on_frontier else "",
-            one.label,
-            str(len(one.runs)),
-            spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
-            spread(one.cost("counted"), lambda v: f"{v:.3f}"),
-            spread(one.cost("trained"), lambda v: f"{v:.3f}"),
-            spread(one.cost("compiled"), lambda v: f"{v:.3f}") if _is_compiled(one) else "",
-            *([spread(one.cost(x), FORMATS[x][1].format)] if x in FORMATS else []),
-            f"{one.over_seeds(lambda run: run.record.dynamic_blocks)[0]:.3g} of {len(one.first.blocks_open)}",
-            f"{one.over_seeds(lambda run: run.record.paths)[0]:.3g}",
-            one.first.selected_on,
+            "★" if group.on_frontier else "",
+            group.label,
+            str(len(group.runs)),
+            spread(group.accuracy(), lambda v: f"{100 * v:.2f}%"),
+            spread(group.cost("counted"), lambda v: f"{v:.3f}"),
+            spread(group.cost("trained"), lambda v: f"{v:.3f}"),
+            spread(group.cost("compiled"), lambda v: f"{v:.3f}") if _is_compiled(group) else "",
+            *([spread(group.cost(x), FORMATS[x][1].format)] if x in FORMATS else []),
+            f"{group.over_seeds(lambda run: run.record.dynamic_blocks)[0]:.3g} of {len(group.first.blocks_open)}",
+            f"{group.over_seeds(lambda run: run.record.paths)[0]:.3g}",
+            group.first.selected_on,
         ]
-        for one in configurations
+        for group in configurations
     ]
 
 
-def _is_compiled(one: Configuration) -> bool:
-    return any(run.cost("compiled") is not None for run in one.runs)
+def _is_compiled(group: Configuration) -> bool:
+    return any(run.cost("compiled") is not None for run in group.runs)
 
 
 def spread(figure: tuple[float, float | None], words: Callable[[float], str]) -> str:

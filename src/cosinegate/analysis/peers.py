@@ -18,7 +18,7 @@ from cosinegate.analysis.quoted import QUOTED, Quoted
 from cosinegate.analysis.runs import Configuration, Family, families, find_runs, mark_early
 from cosinegate.analysis.tables import chosen_folders
 from cosinegate.config.commands import TableConfig
-from cosinegate.config.identity import NOT_IDENTITY
+from cosinegate.config.identity import FIGURES, NOT_IDENTITY
 from cosinegate.runs.dynamic import routed_percent
 from cosinegate.runs.outputs import require_own, save_figure, write_text
 from cosinegate.runs.record import Record
@@ -48,13 +48,11 @@ HINT = "python src/train.py -m +sweeps={} trains some"
 
 
 def table(config: TableConfig, command: str) -> None:
-    """Writes `results/<sweep>.md` and a figure beside it, from the records of the runs."""
+    """Writes the table and a figure beside it, from the records of the runs."""
     hint = HINT.format(config.sweep or "peers")
     folders = chosen_folders(config, hint, alone=True)
-    path = Path(config.path or f"results/{config.sweep or _name(folders)}.md")
+    path = Path(config.path or Path(config.runs_dir) / FIGURES / f"{config.sweep or _name(folders)}.md")
     figure = path.parent / f"{path.stem}.png"
-    if path == figure:
-        raise UserError(f"path = {path}: is the figure's name; give the table's, as in {path.stem}.md")
     require_own({path: TITLE}, {figure: MARK})
     skipped: list[str] = []
     runs = find_runs(folders, skipped.append)
@@ -63,9 +61,9 @@ def table(config: TableConfig, command: str) -> None:
         raise UserError(f"no finished run in {where}{''.join(f' ({words})' for words in skipped[:1])}: {hint}")
     for words in skipped:
         complain(words)
-    found = families(runs, "mflops")
-    write_text(path, as_markdown(found, command, figure.name))
-    draw(found, figure)
+    by_family = families(runs, "mflops")
+    write_text(path, as_markdown(by_family, command, figure.name))
+    draw(by_family, figure)
     for written in (path, figure):
         say(f"written  {written}")
 
@@ -77,41 +75,41 @@ def _name(folders: list[Path]) -> str:
 
 def reference(rows: list[Configuration]) -> Configuration | None:
     """The dense network that FLOPs and times are ratios to: the largest that was trained."""
-    dense = [one for one in rows if one.is_dense and one.first.flops.dense_per_image is not None]
-    return max(dense, key=lambda one: one.first.flops.dense_per_image, default=None)
+    dense = [row for row in rows if row.is_dense and row.first.flops.dense_per_image is not None]
+    return max(dense, key=lambda row: row.first.flops.dense_per_image, default=None)
 
 
-def ratio(one: Configuration, to: Configuration | None, x: str) -> tuple[float, float | None] | None:
+def ratio(row: Configuration, to: Configuration | None, x: str) -> tuple[float, float | None] | None:
     """Its cost over the dense network's; None where either is not known."""
-    if to is None or any(run.cost(x) is None for run in (*one.runs, *to.runs)):
+    if to is None or any(run.cost(x) is None for run in (*row.runs, *to.runs)):
         return None
     base = to.cost(x)[0]
-    return one.over_seeds(lambda run: run.cost(x) / base)
+    return row.over_seeds(lambda run: run.cost(x) / base)
 
 
-def executed(one: Configuration, to: Configuration | None) -> tuple[float, float | None]:
+def executed(row: Configuration, to: Configuration | None) -> tuple[float, float | None]:
     """FLOPs that ran over the reference network's; without one, over those of the same network without gates."""
-    return ratio(one, to, "trained_mflops") or one.cost("trained")
+    return ratio(row, to, "trained_mflops") or row.cost("trained")
 
 
-def compiled(one: Configuration, to: Configuration | None) -> tuple[float, float | None] | None:
+def compiled(row: Configuration, to: Configuration | None) -> tuple[float, float | None] | None:
     """FLOPs of the compiled network over the reference network's, of the seeds that have them; None where none has."""
-    known = [run for run in one.runs if run.cost("compiled") is not None]
+    known = [run for run in row.runs if run.cost("compiled") is not None]
     if not known:
         return None
     some = Configuration(known)
     return ratio(some, to, "compiled_mflops") or some.cost("compiled")
 
 
-def quotes(one: Configuration) -> list[Quoted]:
-    data = one.first.data
-    begin = QUOTES.get(data, {}).get(one.first.experiment)
+def quotes(row: Configuration) -> list[Quoted]:
+    data = row.first.data
+    begin = QUOTES.get(data, {}).get(row.first.experiment)
     return [quoted for quoted in QUOTED.get(data, []) if begin is not None and quoted.name.startswith(begin)]
 
 
-def command_of(one: Configuration) -> str:
+def command_of(row: Configuration) -> str:
     """What trains the row on any machine, whether a sweep or a command of its own has trained it."""
-    record, seeds = one.first, sorted(run.record.seed for run in one.runs)
+    record, seeds = row.first, sorted(run.record.seed for run in row.runs)
     overrides = record.overrides
     if overrides is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in overrides):
         words = [UNKNOWN] if record.command is None else record.command.split()
@@ -130,33 +128,33 @@ def _is_machines(word: str) -> bool:
     return _key(word).startswith("hydra") or _key(word) in set(NOT_IDENTITY) - {"name", "seed"}
 
 
-def cells(one: Configuration, to: Configuration | None) -> dict[str, str]:
+def cells(row: Configuration, to: Configuration | None) -> dict[str, str]:
     """The row by column."""
-    record, latency = one.first, (1.0, None) if one is to else _time_ratio(one)
-    dynamic, _ = one.over_seeds(lambda run: run.record.dynamic_blocks)
-    paths, _ = one.over_seeds(lambda run: run.record.paths)
-    small = compiled(one, to)
-    said = [(q.name.partition(", ")[2], q) for q in quotes(one)]
+    record, latency = row.first, (1.0, None) if row is to else _time_ratio(row)
+    dynamic, _ = row.over_seeds(lambda run: run.record.dynamic_blocks)
+    paths, _ = row.over_seeds(lambda run: run.record.paths)
+    small = compiled(row, to)
+    said = [(q.name.partition(", ")[2], q) for q in quotes(row)]
     values: dict[str, Any] = {
         "row": f"{record.experiment}{mark_early(record)}",
         "gate": _gate(record),
-        "network": one.runs[0].family[1],
-        "seeds": len(one.runs),
-        "test accuracy": spread(one.accuracy(), lambda v: f"{100 * v:.2f}%"),
-        "counted": spread(one.cost("counted"), lambda v: f"{v:.3f}"),
-        "executed": spread(executed(one, to), lambda v: f"{v:.3f}"),
+        "network": row.runs[0].family[1],
+        "seeds": len(row.runs),
+        "test accuracy": spread(row.accuracy(), lambda v: f"{100 * v:.2f}%"),
+        "counted": spread(row.cost("counted"), lambda v: f"{v:.3f}"),
+        "executed": spread(executed(row, to), lambda v: f"{v:.3f}"),
         "compiled": UNKNOWN if small is None else spread(small, lambda v: f"{v:.3f}"),
         "dynamic blocks": f"{dynamic:.3g} of {len(record.blocks_open)}",
         "distinct paths": f"{paths:.3g}",
         "skipped by routing": spread(
-            one.over_seeds(lambda run: routed_percent(run.record.blocks_open)), lambda v: f"{v:.1f}%"
+            row.over_seeds(lambda run: routed_percent(run.record.blocks_open)), lambda v: f"{v:.1f}%"
         ),
         "latency ratio": UNKNOWN if latency is None else spread(latency, lambda v: f"{v:.2f}"),
         "parameters": UNKNOWN if record.parameters is None else f"{record.parameters:,}",
         "paper: accuracy": "; ".join(f"{100 * q.accuracy:.1f}% {when}".strip() for when, q in said) or UNKNOWN,
         "paper: counted": "; ".join(f"{q.counted:.3f}" for _, q in said) or UNKNOWN,
     }
-    return {name: markdown(str(value)) for name, value in values.items()} | {"command": code(command_of(one))}
+    return {name: markdown(str(value)) for name, value in values.items()} | {"command": code(command_of(row))}
 
 
 def _gate(record: Record) -> str:
@@ -165,24 +163,24 @@ def _gate(record: Record) -> str:
     return "predictive" if record.signal == "predicted" else f"cosine, {record.polarity or UNKNOWN}"
 
 
-def _time_ratio(one: Configuration) -> tuple[float, float | None] | None:
+def _time_ratio(row: Configuration) -> tuple[float, float | None] | None:
     """To the dense network that was timed in the same minutes; milliseconds of different minutes are not compared."""
-    timed = [run for run in one.runs if run.record.latency and run.record.latency.time_ratio is not None]
+    timed = [run for run in row.runs if run.record.latency and run.record.latency.time_ratio is not None]
     return Configuration(timed).over_seeds(lambda run: run.record.latency.time_ratio) if timed else None
 
 
-def as_markdown(found: dict[Family, list[Configuration]], command: str, figure: str) -> str:
+def as_markdown(by_family: dict[Family, list[Configuration]], command: str, figure: str) -> str:
     """A table for each data set, schedule and selection."""
     lines = [TITLE, "", code(f"python {command}"), "", f"![accuracy against FLOPs]({quote(figure)})", ""]
-    for family, rows in found.items():
+    for family, rows in by_family.items():
         to = reference(rows)
-        with_a_row = {quoted.name for one in rows for quoted in quotes(one)}
+        with_a_row = {quoted.name for row in rows for quoted in quotes(row)}
         apart = [quoted for quoted in QUOTED.get(family[0], []) if quoted.name not in with_a_row]
         base = "the same network without gates"
         if to:
             base = markdown(f"{to.first.experiment} ({to.runs[0].family[1]})")
         lines += [f"## {markdown(title(family))}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-        lines += [f"| {' | '.join(cells(one, to).values())} |" for one in rows]
+        lines += [f"| {' | '.join(cells(row, to).values())} |" for row in rows]
         lines += [
             "",
             "Measured: test accuracy with hard gates, mean ± standard deviation where there are seeds, best first; "
@@ -206,10 +204,12 @@ def _words(quoted: list[Quoted]) -> str:
     return "; ".join(f"{q.name}, {100 * q.accuracy:.1f}% at {q.counted:.3f}" for q in quoted)
 
 
-def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
+def draw(by_family: dict[Family, list[Configuration]], path: Path) -> None:
     """Accuracy against executed FLOPs, compiled where a row has it; hollow points are where counting puts a row."""
-    figure, axes = plt.subplots(1, len(found), figsize=(10 * len(found), 7), layout="constrained", squeeze=False)
-    for axis, (family, rows) in zip(axes[0], found.items(), strict=True):
+    figure, axes = plt.subplots(
+        1, len(by_family), figsize=(10 * len(by_family), 7), layout="constrained", squeeze=False
+    )
+    for axis, (family, rows) in zip(axes[0], by_family.items(), strict=True):
         _draw_family(axis, rows)
         axis.set(title=title(family), xlabel="FLOPs / dense network's", ylabel="test accuracy, hard gates (%)")
     handles = [
@@ -219,8 +219,8 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     figure.draw_without_rendering()  # from now on points have their places
-    for axis, rows in zip(axes[0], found.values(), strict=True):
-        name_points(axis, _places(rows), [(one.cost("counted")[0], 100 * one.accuracy()[0]) for one in rows])
+    for axis, rows in zip(axes[0], by_family.values(), strict=True):
+        name_points(axis, _places(rows), [(row.cost("counted")[0], 100 * row.accuracy()[0]) for row in rows])
     save_figure(figure, path, MARK, dpi=130)
     plt.close(figure)
 
@@ -228,21 +228,21 @@ def draw(found: dict[Family, list[Configuration]], path: Path) -> None:
 def _places(rows: list[Configuration]) -> list[tuple[str, float, float]]:
     """Name, cost and accuracy in percent of every row's point."""
     to = reference(rows)
-    costs = [(compiled(one, to) or executed(one, to))[0] for one in rows]
+    costs = [(compiled(row, to) or executed(row, to))[0] for row in rows]
     return [
-        (printable(one.first.experiment), cost, 100 * one.accuracy()[0]) for one, cost in zip(rows, costs, strict=True)
+        (printable(row.first.experiment), cost, 100 * row.accuracy()[0]) for row, cost in zip(rows, costs, strict=True)
     ]
 
 
 def _draw_family(axis: Axes, rows: list[Configuration]) -> None:
-    for one, (_, cost, accuracy) in zip(rows, _places(rows), strict=True):
-        error, counted = one.accuracy()[1], one.cost("counted")[0]
-        colour = "black" if one.is_dense else "C0"
-        if not one.is_dense:
+    for row, (_, cost, accuracy) in zip(rows, _places(rows), strict=True):
+        error, counted = row.accuracy()[1], row.cost("counted")[0]
+        colour = "black" if row.is_dense else "C0"
+        if not row.is_dense:
             axis.plot([counted, cost], [accuracy] * 2, color=colour, alpha=0.25, linewidth=1)
             axis.plot(counted, accuracy, "o", color=colour, fillstyle="none", alpha=0.5)
         bar = None if error is None else 100 * error
-        axis.errorbar(cost, accuracy, yerr=bar, fmt="s" if one.is_dense else "o", color=colour, capsize=3)
+        axis.errorbar(cost, accuracy, yerr=bar, fmt="s" if row.is_dense else "o", color=colour, capsize=3)
     axis.margins(x=0.15)
     axis.grid(alpha=0.3)
 
@@ -256,7 +256,7 @@ def name_points(
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
     line = {"arrowstyle": "-", "linewidth": 0.5, "alpha": 0.5, "shrinkA": 0, "shrinkB": 3}
     words = {"textcoords": "offset points", "va": "center", "fontsize": 8, "arrowprops": line}
-    found = []
+    labels = []
     for name, x, y in sorted(places, key=lambda place: (-place[2], place[1])):
         label = axis.annotate(name, (x, y), xytext=(0, 0), **words)
         for up, side in itertools.product(sorted(range(-396, 397, 6), key=abs), ("left", "right")):
@@ -270,5 +270,5 @@ def name_points(
             ):
                 break
         taken.append(box)
-        found.append(label)
-    return found
+        labels.append(label)
+    return labels

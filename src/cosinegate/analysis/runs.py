@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cosinegate.config.identity import NOT_IDENTITY, leaves
-from cosinegate.config.schema import is_plain_name
+from cosinegate.config.ranges import is_plain_name
 from cosinegate.runs.record import Record, ended_early, read_record, require
 from cosinegate.runs.untrusted import parse_yaml, read_text
 from cosinegate.terminal.errors import UserError
@@ -41,7 +41,7 @@ COSTS: dict[str, Callable[[Record], float | None]] = {
 }
 ABSOLUTE = ("mflops", "latency")
 ALL_NETWORKS, UNKNOWN_NETWORK = "all-networks", "network-not-recorded"
-Family = tuple[str, str, int, str]  # data set, network, epochs, what the epoch was chosen on
+Family = tuple[str, str, int | None, str]  # data set, network, epochs if known, what the epoch was chosen on
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,10 @@ class Run:
         depth, width = settings.get("network.depth"), settings.get("network.width")
         built = UNKNOWN_NETWORK if depth is None else f"resnet{depth}-w{width}"
         network = record.network or (built if is_plain_name(built) else UNKNOWN_NETWORK)  # it names files
-        done = record.epochs.done + (record.weights.epochs or 0 if record.weights else 0)
-        epochs = (record.trunk and record.trunk.epochs) or done  # of the network, not of gates alone
+        epochs = record.epochs.done
+        if record.weights is not None and epochs is not None:
+            epochs += record.weights.epochs or 0
+        epochs = (record.trunk and record.trunk.epochs) or epochs  # of the network, not of gates alone
         overfit = record.cut and record.cut.overfit_batches
         chosen_on = record.selected_on if overfit is None else f"{record.selected_on}-overfit-{overfit}"
         return record.data, network, epochs, chosen_on
@@ -76,8 +78,9 @@ def _times(part: float | None, dense_per_image: float | None) -> float | None:
     return None if None in (part, dense_per_image) else part * dense_per_image / 1e6
 
 
-NEEDED = ("seed", "epochs.planned", "epochs.done", "accuracy.test", "mean_gate", "flops.counted", "flops.executed")
-NEEDED += ("dynamic_blocks", "paths", "experiment", "identity", "data", "gate", "selected_on", "blocks_open")
+NEEDED = ("seed", "accuracy.test", "mean_gate", "flops.counted", "flops.executed", "dynamic_blocks", "paths")
+NEEDED += ("experiment", "identity", "data", "gate", "selected_on", "blocks_open")
+EPOCHS = ("epochs.planned", "epochs.done")  # exits of a checkpoint without its run have none
 
 
 def read_run(folder: Path) -> Run | None:
@@ -85,7 +88,7 @@ def read_run(folder: Path) -> Run | None:
     record = read_record(folder)
     if record is None or record.status != "finished":
         return None
-    require(record, folder / "record.json", *NEEDED)
+    require(record, folder / "record.json", *NEEDED, *(EPOCHS if record.exits is None else ()))
     return Run(folder, record, _settings(folder))
 
 
@@ -116,7 +119,7 @@ def run_folders(roots: Iterable[Path]) -> list[Path]:
     Links are followed, but for those that lead back up.
     """
     seen: set[tuple[int, int]] = set()
-    found, folders, links = [], list(roots), []
+    with_record, folders, links = [], list(roots), []
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         try:
@@ -131,12 +134,12 @@ def run_folders(roots: Iterable[Path]) -> list[Path]:
         for entry in inside:
             path = folder / entry.name
             if entry.name == "record.json":
-                found.append(folder)
+                with_record.append(folder)
             elif entry.is_dir(follow_symlinks=False):
                 folders.append(path)
             elif entry.is_symlink() and path.is_dir() and not folder.resolve().is_relative_to(path.resolve()):
                 links.append(path)
-    return sorted(found)
+    return sorted(with_record)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -207,16 +210,23 @@ def families(runs: list[Run], x: str) -> dict[Family, list[Configuration]]:
         data, network, epochs, chosen_on = run.family
         family = (data, ALL_NETWORKS if x in ABSOLUTE else network, epochs, chosen_on)
         sorted_runs.setdefault(family, {}).setdefault(run.record.identity, []).append(run)
-    return {family: _labelled(list(found.values())) for family, found in sorted(sorted_runs.items())}
+    return {
+        family: _labelled(list(by_identity.values())) for family, by_identity in sorted(sorted_runs.items(), key=_order)
+    }
+
+
+def _order(item: tuple[Family, Any]) -> tuple[str, str, int, str]:
+    data, network, epochs, chosen_on = item[0]
+    return data, network, -1 if epochs is None else epochs, chosen_on
 
 
 def _labelled(groups: list[list[Run]]) -> list[Configuration]:
     settings = [group[0].settings for group in groups]
-    known = set.intersection(*(set(one) for one in settings))  # what an older version did not know tells nothing
-    usual = {key: _usual([str(one[key]) for one in settings]) for key in sorted(known)}
+    known = set.intersection(*map(set, settings))  # what an older version did not know says nothing
+    usual = {key: _usual([str(config[key]) for config in settings]) for key in sorted(known)}
     several = [len({name(group[0]) for group in groups}) > 1 for name in (_experiment, _network)]
-    found = [Configuration(group, _label(group[0], usual, *several)) for group in groups]
-    return sorted(found, key=lambda one: (-one.accuracy()[0], one.label))
+    configurations = [Configuration(group, _label(group[0], usual, *several)) for group in groups]
+    return sorted(configurations, key=lambda group: (-group.accuracy()[0], group.label))
 
 
 def _usual(values: list[str]) -> str | None:

@@ -1,17 +1,16 @@
-"""From run folders to results/pareto, and the table in the terminal."""
+"""From run folders to the frontier's files, and the table in the terminal."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from cosinegate.analysis import pareto as plots
 from cosinegate.analysis.runs import ABSOLUTE, Configuration, Family, Run, families, find_runs, run_folders
-from cosinegate.config.checks import is_number
-from cosinegate.config.schema import is_plain_name
+from cosinegate.config.identity import FIGURES
 from cosinegate.runs.manifest import manifest_path, read_manifest
 from cosinegate.runs.record import read_record
 from cosinegate.terminal.console import cell, complain, say
@@ -24,8 +23,6 @@ HINT = "make pareto SWEEP=quick trains some in minutes"
 def pareto(config: DictConfig, command: str) -> None:
     """Reads the runs, writes a figure and tables for each family that can be compared, and shows the tables."""
     x = config.x.name
-    if config.reference is not None and (len(config.reference) != 2 or not all(map(is_number, config.reference))):
-        raise UserError(f"reference = {config.reference}: must be [cost, accuracy]")
     folders = chosen_folders(config)
     skipped: list[str] = []
     runs = find_runs(folders, skipped.append)
@@ -37,11 +34,11 @@ def pareto(config: DictConfig, command: str) -> None:
         raise UserError(f"no finished run in {where}{why}: {HINT}")
     for line in skipped:
         complain(line)
-    found, folder = families(runs, x), Path(config.output)
-    for family in found:
+    by_family, folder = families(runs, x), Path(config.output or Path(config.runs_dir) / FIGURES)
+    for family in by_family:
         plots.require_own_files(family, x, folder)
     written = []
-    for family, configurations in found.items():
+    for family, configurations in by_family.items():
         measured = plots.mark(configurations, x)
         if len(measured) < len(configurations):
             say(f"{plots.title(family)}: {len(configurations) - len(measured)} configurations have no {x}")
@@ -86,16 +83,10 @@ def chosen_folders(config: DictConfig, hint: str = HINT, alone: bool = False) ->
     """
     if config.sweep is None:
         names = [config.runs] if isinstance(config.runs, str) else config.runs
-        if not names or (not OmegaConf.is_list(names) and not isinstance(names, list)):
-            raise UserError(f"runs = {config.runs}: must be a folder or a list of folders, [...]")
-        if not all(isinstance(name, str) and name for name in names):
-            raise UserError(f"runs = {config.runs}: must be the names of folders")
         missing = [name for name in names if not Path(name).is_dir()]
         if missing:
             raise UserError(f"runs = {missing[0]}: no such folder" + (f": {hint}" if len(names) == 1 else ""))
         return [Path(name) for name in names]
-    if not is_plain_name(config.sweep):
-        raise UserError(f"sweep = {config.sweep}: must be a sweep's name")
     root = Path(config.runs_dir)
     path = manifest_path(config.sweep, config.runs_dir)
     others = list(_asked_for(root, config.sweep)) if alone else []

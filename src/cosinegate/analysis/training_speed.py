@@ -83,6 +83,9 @@ class Rival(L.Callback):
         self.seconds += _seconds(lambda: bare_correct(self.network, *next(self.validation)))
 
 
+RIVAL = f"{__name__}.{Rival.__name__}"
+
+
 class PilImages(Dataset):
     """The training images as torchvision gives them: a PIL image at a time through its transforms."""
 
@@ -101,19 +104,19 @@ class PilImages(Dataset):
         return self.transform(Image.fromarray(self.images[index])), self.labels[index]
 
 
-def bench(asked: TrainingSpeedConfig, gated: DictConfig, dense: DictConfig) -> list[Figure]:
+def bench(options: TrainingSpeedConfig, gated: DictConfig, dense: DictConfig) -> list[Figure]:
     """Every figure, for the gated and the dense config of the same network."""
-    torch.set_num_threads(asked.threads)
+    torch.set_num_threads(options.threads)
     keep_freed_memory()  # as train.py does: what is compared differs in the network or the framework alone
     data = ImageData(gated.data, seed=0)
     data.setup()
-    first, dense_seconds = step_ratio(data, gated, dense, asked.steps)
+    first, dense_seconds = step_ratio(data, gated, dense, options.steps)
     return [
         first,
-        *pipeline(data, dense_seconds, asked.steps),
-        *framework_ratio(gated, asked),
-        start_to_first_step(asked.rounds),
-        side_by_side(gated, asked),
+        *pipeline(data, dense_seconds, options.steps),
+        *framework_ratio(gated, options),
+        start_to_first_step(options.rounds),
+        side_by_side(gated, options),
     ]
 
 
@@ -152,18 +155,20 @@ def pipeline(data: ImageData, dense_seconds: float, steps: int) -> list[Figure]:
     ]
 
 
-def framework_ratio(gated: DictConfig, asked: TrainingSpeedConfig) -> list[Figure]:
+def framework_ratio(gated: DictConfig, options: TrainingSpeedConfig) -> list[Figure]:
     """An epoch through train.py against the same batches in a bare PyTorch loop, the two taking turns."""
-    limits = [f"trainer.limit_train_batches={asked.batches}", f"trainer.limit_val_batches={asked.val_batches}"]
-    limits += [f"trainer.max_epochs={asked.rounds + 1}", "trainer.limit_test_batches=1", f"threads={asked.threads}"]
+    limits = [f"trainer.limit_train_batches={options.batches}", f"trainer.limit_val_batches={options.val_batches}"]
+    limits += [f"trainer.max_epochs={options.rounds + 1}", "trainer.limit_test_batches=1", f"threads={options.threads}"]
     with tempfile.TemporaryDirectory() as runs:
         path = Path(runs) / "rival"
-        rival = ["+callbacks.rival._target_=cosinegate.training_speed.Rival", f"+callbacks.rival.path={path}"]
+        rival = [f"+callbacks.rival._target_={RIVAL}", f"+callbacks.rival.path={path}"]
         record = _train(runs, f"+experiment={gated.name}", *limits, *rival, f"data.root={gated.data.root}")
         epochs = [tuple(map(float, line.split())) for line in path.read_text().splitlines()]
     ours, bare = (sum(seconds) for seconds in zip(*epochs, strict=True))
     ratio = ours / bare
-    how = f"{asked.rounds} epochs of {asked.batches} training and {asked.val_batches} validation batches in turn: "
+    how = (
+        f"{options.rounds} epochs of {options.batches} training and {options.val_batches} validation batches in turn: "
+    )
     how += f"{ours:.1f} / {bare:.1f} s"
     peak = record.peak_memory_mib / 1024
     return [
@@ -189,19 +194,19 @@ def start_to_first_step(rounds: int) -> Figure:
     return Figure("start to first step of +experiment=digits, s", wait, "<= 15", wait <= 15, f"median of {rounds}")
 
 
-def side_by_side(gated: DictConfig, asked: TrainingSpeedConfig) -> Figure:
+def side_by_side(gated: DictConfig, options: TrainingSpeedConfig) -> Figure:
     """Two jobs of a sweep beside each other, with the cores shared out, against one after the other with all of them.
 
     By the time an image takes: what is trained in a second, over both jobs.
     """
-    limits = [f"trainer.limit_train_batches={asked.batches}", "trainer.max_epochs=1", "trainer.limit_val_batches=1"]
+    limits = [f"trainer.limit_train_batches={options.batches}", "trainer.max_epochs=1", "trainer.limit_val_batches=1"]
     job = ["-m", f"+experiment={gated.name}", "seed=0,1", *limits, "trainer.limit_test_batches=1"]
     rates: dict[str, list[float]] = {"basic": [], "joblib": []}
-    for launcher in [*rates] * max(1, asked.rounds // 2):
+    for launcher in [*rates] * max(1, options.rounds // 2):
         with tempfile.TemporaryDirectory() as runs:
-            own = [f"threads={asked.threads}"]
+            own = [f"threads={options.threads}"]
             if launcher == "joblib":
-                own = [f"threads={max(1, asked.threads // 2)}", "hydra.launcher.n_jobs=2"]
+                own = [f"threads={max(1, options.threads // 2)}", "hydra.launcher.n_jobs=2"]
             own += [f"hydra/launcher={launcher}", f"data.root={gated.data.root}"]
             records = _train_all(runs, *job, *own)
             rates[launcher].append(sum(record.images_per_second for record in records))

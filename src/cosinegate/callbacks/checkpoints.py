@@ -65,15 +65,13 @@ class Checkpoints(Checkpoint):
             self._look(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.sanity_checking:  # before the first step there is nothing to keep
-            return
         # a validation that starts again counts its batches again
         trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset()
         self._look(trainer)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         # several processes may have a different number of batches: they cannot agree
-        if trainer.world_size == 1 and not trainer.sanity_checking:
+        if trainer.world_size == 1:
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -110,10 +108,10 @@ class Checkpoints(Checkpoint):
         if trainer.should_stop:
             return
         due = trainer.is_global_zero and time.monotonic() - self.saved_at >= self.seconds
-        asked = torch.tensor([self.stop.signum or 0, due], device=trainer.strategy.root_device)
+        request = torch.tensor([self.stop.signum or 0, due], device=trainer.strategy.root_device)
         if trainer.world_size > 1:
-            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-        signum, due = asked.tolist()
+            torch.distributed.all_reduce(request, torch.distributed.ReduceOp.MAX)
+        signum, due = request.tolist()
         if signum or due:
             self._save(trainer, LAST)
         if signum:

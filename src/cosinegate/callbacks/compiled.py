@@ -13,13 +13,14 @@ from cosinegate.networks.flops import counting
 
 
 class CompiledNetwork(L.Callback):
-    """`found` is what the record says of the compiled network after a test. The network that was tested stays as it is;
-    the cost is one more pass over the test set, and one over the held-out images for the gates.
+    """A callback that compiles a copy of the network after a test; `figures` is what the record says of it.
+
+    The cost is one more pass over the test set, and one over the held-out images for the gates.
     """
 
     def __init__(self, dense: int) -> None:
         self.dense = dense  # FLOPs without gates for an image
-        self.found: dict[str, float | int] | None = None
+        self.figures: dict[str, float | int] | None = None
 
     def on_test_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self.classes: list[Tensor] = []
@@ -42,4 +43,4 @@ class CompiledNetwork(L.Callback):
                     same, number = same + int((scores.argmax(1) == classes).sum()), number + len(classes)
         counts = torch.tensor([counter.get_total_flops(), same, number], dtype=torch.float64, device=pl_module.device)
         flops, same, number = trainer.strategy.reduce(counts, reduce_op="sum").tolist()  # over all processes
-        self.found = changes.recorded(flops / (number * self.dense), int(same), int(number))
+        self.figures = changes.recorded(flops / (number * self.dense), int(same), int(number))

@@ -19,4 +19,6 @@ class Curves(L.Callback):
         if trainer.is_global_zero and rows:
             config = pl_module.hparams
             title = f"{config.name} on {config.data['name']}, seed {config.seed}"
-            draw_curves(rows, self.path, title, config.objective["tau_target"], config.objective["warmup_epochs"])
+            objective = config.objective
+            target = objective["tau_target"] if objective["lambda_flops"] else None
+            draw_curves(rows, self.path, title, target, objective["warmup_epochs"])

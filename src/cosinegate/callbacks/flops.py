@@ -10,7 +10,7 @@ from cosinegate.lit import LitCosineGate
 
 
 class ExecutedFlops(L.Callback):
-    """`executed` is what the last evaluation ran, as a share of `dense`: the FLOPs without gates for an image."""
+    """`executed` is what the last evaluation ran, over `dense`: the FLOPs without gates for an image."""
 
     def __init__(self, dense: int) -> None:
         self.dense = dense

@@ -15,7 +15,7 @@ def _metric(module: LitCosineGate) -> RoutingMetric:
 
 
 class TestRouting(L.Callback):
-    """`summary` is what the last test found."""
+    """`summary` is what the last test showed."""
 
     __test__ = False  # for pytest, which takes the name for a test
 

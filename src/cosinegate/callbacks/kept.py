@@ -19,7 +19,7 @@ from cosinegate.callbacks.route_collector import RouteCollector
 from cosinegate.callbacks.run_record import RunRecord
 from cosinegate.callbacks.schedule import Anneal, LearningRate, Reseed, ShareOut
 from cosinegate.callbacks.training_statistics import TrainingStatistics
-from cosinegate.config.schema import seconds
+from cosinegate.config.ranges import seconds
 from cosinegate.runs.dynamic import routed_percent
 from cosinegate.runs.folder import run_stamp
 from cosinegate.runs.record import Record
@@ -59,7 +59,7 @@ class KeptCallbacks:
 
     def finish(self, trainer: L.Trainer, accuracy: float, test_of: str) -> Record:
         """Writes what the test set showed of the `test_of` epoch (best or last), and returns the record."""
-        summary, compiled = self.routing.summary, self.compiled.found
+        summary, compiled = self.routing.summary, self.compiled.figures
         flops = {
             "counted": summary.mean_gate,
             "executed": self.executed.executed,

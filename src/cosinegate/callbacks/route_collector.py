@@ -14,7 +14,7 @@ from cosinegate.networks import Output
 
 
 class RouteCollector(L.Callback):
-    """`routes` is what the last test found; of several processes each keeps its own part of the images."""
+    """`routes` is what the last test showed; of several processes each keeps its own part of the images."""
 
     def __init__(self) -> None:
         self.routes: Routes | None = None

@@ -41,25 +41,25 @@ class Routes:
         return [(word, count, right[word] / count) for word, count in Counter(words).most_common(most)]
 
     def by_class(self, classes: int) -> np.ndarray:
-        """The share of a class's images that compute each block, (K, N)."""
+        """The fraction of a class's images that compute each block, (K, N)."""
         empty = np.full(self.open.shape[1], np.nan)
         masks = [self.label == k for k in range(classes)]
         return np.stack([self.open[mask].mean(0) if mask.any() else empty for mask in masks])
 
     def accuracy_by_computed(self) -> list[tuple[int, int, float]]:
         """For each number of computed blocks: it, how many images, and their accuracy."""
-        found = []
+        groups = []
         for number in np.unique(self.computed):
             mask = self.computed == number
-            found.append((int(number), int(mask.sum()), float(self.right[mask].mean())))
-        return found
+            groups.append((int(number), int(mask.sum()), float(self.right[mask].mean())))
+        return groups
 
     def open_rate_by_cir(self, block: int, edges: np.ndarray) -> np.ndarray:
-        """The share of images that compute the block, for each bin of CIR; not a number where a bin is empty."""
+        """The fraction of the images that compute the block, for each bin of CIR; not a number where a bin is empty."""
         known = ~np.isnan(self.cir[:, block])
-        place = np.digitize(self.cir[known, block], edges[1:-1])
-        images = np.bincount(place, minlength=len(edges) - 1)
-        opened = np.bincount(place, self.open[known, block], minlength=len(edges) - 1)
+        bins = np.digitize(self.cir[known, block], edges[1:-1])
+        images = np.bincount(bins, minlength=len(edges) - 1)
+        opened = np.bincount(bins, self.open[known, block], minlength=len(edges) - 1)
         return np.divide(opened, images, out=np.full(len(images), np.nan), where=images > 0)
 
     def extremes(self, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -80,7 +80,7 @@ class RunRecord(AtEpochStart):
             self.first_step_at = time.time()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        self.validated = True  # a sanity check comes before an epoch starts
+        self.validated = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         """Before the checkpoint of this epoch: whatever a resumed run starts from, its past is on disk."""

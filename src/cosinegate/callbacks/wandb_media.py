@@ -64,14 +64,14 @@ def examples(routes: Routes, images: np.ndarray, classes: tuple[str, ...]) -> "w
     import wandb
 
     table = wandb.Table(columns=["image", "class", "predicted", "blocks", "route"])
-    for place in np.concatenate(routes.extremes(min(EXAMPLES, len(routes.index) // 2))):
-        pixels = images[routes.index[place]]  # (H, W, C)
-        route = "".join("■" if is_open else "□" for is_open in routes.open[place])
-        words = classes[routes.label[place]], classes[routes.predicted[place]]
+    for row in np.concatenate(routes.extremes(min(EXAMPLES, len(routes.index) // 2))):
+        pixels = images[routes.index[row]]  # (H, W, C)
+        route = "".join("■" if is_open else "□" for is_open in routes.open[row])
+        words = classes[routes.label[row]], classes[routes.predicted[row]]
         table.add_data(
             wandb.Image(pixels.squeeze(-1) if pixels.shape[2] == 1 else pixels),
             *words,
-            int(routes.computed[place]),
+            int(routes.computed[row]),
             route,
         )
     return table

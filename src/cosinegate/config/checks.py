@@ -4,17 +4,19 @@ import dataclasses
 import difflib
 import os
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from cosinegate.config.choices import GateKind, Polarity
+from cosinegate.config.commands import ReportConfig, SearchConfig
 from cosinegate.config.identity import LATEST, blocks_per_stage, convolution_weights, leaves, primitives, reference
-from cosinegate.config.schema import GATES, MOST_IMAGES, MOST_THREADS, ranges
+from cosinegate.config.ranges import LARGEST
+from cosinegate.config.schema import GATES, Config, ranges
 from cosinegate.terminal.errors import UserError
 
-LARGEST = 1e30  # of a number that float32 holds, with room to compute with it
 MOST_WEIGHTS = 500_000_000  # of the convolutions: two gigabytes, and several times that in training
 SECRET = re.compile(r"api_?key|token|secret|passw|credential", re.IGNORECASE)
 
@@ -58,16 +60,8 @@ def require(config: DictConfig) -> None:
         raise UserError(f"{missing[0]} has no value: give one on the command line, as in {missing[0]}=...")
 
 
-def require_positive(config: DictConfig, *keys: str) -> None:
-    """Ends with one line that names the first of the keys that is below 1, or beyond any use."""
-    for key in keys:
-        most = MOST_THREADS if key == "threads" else MOST_IMAGES
-        if config[key] is not None and not 1 <= config[key] <= most:
-            raise UserError(f"{key} = {config[key]}: must be at least 1 and at most {most}")
-
-
 def validate(config: DictConfig) -> None:
-    """Ends with one line that names the first key whose value is missing or out of range."""
+    """Ends with one line that names the first key whose value is missing, out of range, or does not go with another."""
     require(config)
     for key, value in leaves(primitives(config)).items():
         for number in value if isinstance(value, list) else [value]:
@@ -80,6 +74,16 @@ def validate(config: DictConfig) -> None:
                 f"{key}: a secret has no place in a config; W&B's key is for `wandb login` or WANDB_API_KEY"
             )
     check_ranges(config)
+    schema = OmegaConf.get_type(config)
+    if issubclass(schema, Config):
+        _check_training(config)
+    if issubclass(schema, SearchConfig) and config.gate.kind is GateKind.none:
+        raise UserError("gate.kind = none: a dense network has nothing to search for")
+    if issubclass(schema, ReportConfig) and config.runs is None and config.sweep is None:
+        raise UserError("runs has no value: give a run's folder, as in runs=[runs/mnist/<run>], or sweep=quick")
+
+
+def _check_training(config: DictConfig) -> None:
     if (config.network.library is None) is not (config.network.model is None):
         raise UserError("network.model: goes with network=timm or network=torchvision, as in network.model=resnet18")
     ours = (config.network, reference(config.network)) if config.network.library is None else ()
@@ -110,8 +114,10 @@ def check_ranges(config: DictConfig, path: str = "") -> None:
     """Ends with one line that names the first key whose value its schema does not allow."""
     schema = OmegaConf.get_type(config)
     for key, (is_allowed, words) in ranges(schema).items() if dataclasses.is_dataclass(schema) else ():
-        if not is_allowed(config[key]):
-            raise UserError(f"{path}{key} = {config[key]}: must be {words}")
+        value = config[key]
+        if not is_allowed(value):
+            shown = value.name if isinstance(value, Enum) else value
+            raise UserError(f"{path}{key} = {shown}: must be {words}")
     for key, node in config.items():
         if isinstance(node, DictConfig):
             check_ranges(node, f"{path}{key}.")
@@ -157,8 +163,3 @@ def check_one_of_several(config: DictConfig) -> None:
         raise UserError(f"run_dir = {config.run_dir}: several runs have a folder each; runs_dir is where they lie")
     if config.trainer.fast_dev_run:
         raise UserError("trainer.fast_dev_run: tries one run, and keeps nothing that a sweep or a search could show")
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number that can be computed with: finite, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST

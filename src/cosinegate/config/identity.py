@@ -15,10 +15,14 @@ from cosinegate.config.choices import GateKind
 NOT_IDENTITY = ("name", "seed", "threads", "runs_dir", "run_dir", "sweep", "save_minutes", "logger")
 NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
-NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
+NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary")
 NOT_IDENTITY += ("trainer.profiler",)
 
+# Keys that left, with what every run has had there: a part of the identities, so that runs keep their folders.
+LEFT = {"trainer": {"num_sanity_val_steps": 0, "sync_batchnorm": True}}
+
 LATEST = "latest"  # beside the runs of an experiment: a link to the newest
+FIGURES = "figures"  # in runs_dir: what commands about several runs write, and in a run's folder its own
 SWEEPS = ".sweeps"  # in runs_dir: which runs a sweep has, a search's study, a launcher's logs
 
 
@@ -58,6 +62,8 @@ def identity(config: DictConfig) -> str:
         for parent in parents:
             node = node[parent]
         del node[last]
+    for group, values in LEFT.items():
+        content[group] |= values
     if config.weights:  # runs of several seeds, each from the run of its own seed, are one configuration
         content["weights"] = re.sub(rf"-s{config.seed}$", "", str(Path(config.weights)))
     if content["network"]["library"] is None:  # as it was before other libraries' networks had keys

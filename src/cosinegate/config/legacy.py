@@ -25,6 +25,9 @@ GONE: dict[str, Any] = {
     "objective.start_epoch": 0.0,
     "trunk": None,
     "network.torchvision": None,
+    "trainer.num_sanity_val_steps": ...,
+    "trainer.log_every_n_steps": ...,
+    "trainer.sync_batchnorm": True,
 }
 RENAMED = {"optimizer.gate_lr": "optimizer.gate_lr_factor"}
 GATES_GONE = ("skipnet_recurrent", "attention", "fixed", "drop")

@@ -4,13 +4,11 @@ A key that is younger than a checkpoint has its default there.
 """
 
 import dataclasses
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, ListConfig
+from omegaconf import MISSING, DictConfig
 
 from cosinegate.config.choices import (
     Annealing,
@@ -24,69 +22,34 @@ from cosinegate.config.choices import (
     Validation,
     Weighting,
 )
+from cosinegate.config.ranges import (
+    ANY_BATCHES,
+    MOST_IMAGES,
+    PLAIN_NAME,
+    THREADS,
+    Range,
+    above,
+    allowed,
+    at_least,
+    count,
+    is_batches,
+    is_devices,
+    is_plain_name,
+    or_null,
+    seconds,
+    within,
+)
 
 DEEPEST, WIDEST = 1202, 4096
-MOST_IMAGES = 10**9
-MOST_THREADS = 1024
 PROFILERS = ("simple", "advanced", "pytorch")
 
 
-def allowed(default: Any, is_allowed: Callable[[Any], bool], words: str) -> Any:
-    """A field with its default and its range; `words` end the sentence "must be ..."."""
-    metadata = {"is_allowed": is_allowed, "words": words}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def at_least(least: float, default: Any) -> Any:
-    return allowed(default, lambda v: v >= least, f"at least {least:g}")
-
-
-def within(least: float, most: float, default: Any, unit: str = "") -> Any:
-    return allowed(default, lambda v: least <= v <= most, f"from {least:g} to {most:g}{unit}")
-
-
-def above(bound: float, default: Any) -> Any:
-    return allowed(default, lambda v: v > bound, f"above {bound:g}")
-
-
-def is_plain_name(value: str) -> bool:
-    """Whether it can name a file or a folder, on any disk and in one line.
-
-    Names that begin with a dot are for what is not a run: `.sweeps`, `.lock`.
-    """
-    shown = value.isprintable() and value.strip() == value and not value.startswith(".")
-    return value != "" and shown and "/" not in value and len(value.encode()) <= 150
-
-
-def is_batches(value: Any) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return value is None or (whole and value <= MOST_IMAGES) or (isinstance(value, float) and 0 < value <= 1)
-
-
-def seconds(max_time: str) -> int | None:
-    """Of DD:HH:MM:SS; None where it is something else."""
-    parts = re.fullmatch(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)", max_time)
-    if parts is None:
-        return None
-    return sum(int(part) * unit for part, unit in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
-
-
-def is_devices(value: Any) -> bool:
-    """A number of devices, their indices, or a word that lightning knows. 0 and below -1 it refuses itself."""
-    if isinstance(value, ListConfig | list):
-        return 0 < len(value) <= 256 and all(isinstance(v, int) and 0 <= v <= 256 for v in value)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, str) or (whole and abs(value) <= 256)
-
-
 def _images(default: Any) -> Any:
-    return allowed(default, lambda v: 1 <= v <= MOST_IMAGES, f"at least 1 and at most {MOST_IMAGES}")
+    return allowed(default, *count())
 
 
 def _batches() -> Any:
-    return allowed(None, is_batches, "null, a number of batches (1, 2, ...) or a fraction (0.0 < x <= 1.0)")
+    return allowed(None, *ANY_BATCHES)
 
 
 @dataclass
@@ -282,11 +245,8 @@ class TrainerConfig:
         False, lambda v: isinstance(v, int) and 0 <= v <= MOST_IMAGES, "true, false or a number of batches"
     )
     check_val_every_n_epoch: int = at_least(1, default=1)
-    num_sanity_val_steps: int = allowed(0, lambda v: v >= -1, "at least 0, or -1 for all")
-    log_every_n_steps: int = at_least(0, default=1)
     gradient_clip_val: float | None = allowed(None, lambda v: v is None or v >= 0, "null or at least 0")
     accumulate_grad_batches: int = at_least(1, default=1)
-    sync_batchnorm: bool = True  # of several devices, BatchNorm sees the global batch
     deterministic: bool = True
     detect_anomaly: bool = False
     profiler: str | None = allowed(  # writes where the time goes into the run's folder
@@ -300,16 +260,10 @@ class TrainerConfig:
 class Config:
     name: str = allowed("custom", is_plain_name, "a plain folder name, without a slash or a leading dot")
     seed: int = allowed(0, lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295")
-    threads: int | None = allowed(  # torch threads; null leaves torch's own choice
-        None, lambda v: v is None or 1 <= v <= MOST_THREADS, f"null or from 1 to {MOST_THREADS}"
-    )
+    threads: int | None = allowed(None, *or_null(THREADS))  # torch threads; null leaves torch's own choice
     runs_dir: str = "runs"
     run_dir: str | None = None  # null: runs_dir/name/<hash of the config>-s<seed>
-    sweep: str | None = allowed(  # the sweep that the run is a job of: +sweeps=... sets it
-        None,
-        lambda v: v is None or is_plain_name(v),
-        "null or a plain file name, without a slash or a leading dot",
-    )
+    sweep: str | None = allowed(None, *or_null(PLAIN_NAME))  # that the run is a job of: +sweeps=... sets it
     save_minutes: float = within(0, 1e6, 10.0)  # the longest time in an epoch without a checkpoint
     weights: str | None = None  # a run's folder or a checkpoint: this run begins with its weights
     data: DataConfig = field(default_factory=DataConfig)
@@ -333,10 +287,9 @@ GATES: dict[GateKind, type[GateConfig]] = {
 }
 
 
-def ranges(schema: type) -> dict[str, tuple[Callable[[Any], bool], str]]:
-    """The keys of a schema that have a range, each with its test and the words that end "must be ..."."""
-    fields = {f.name: f.metadata for f in dataclasses.fields(schema)}
-    return {name: (found["is_allowed"], found["words"]) for name, found in fields.items() if found}
+def ranges(schema: type) -> dict[str, Range]:
+    """The keys of a schema that have a range."""
+    return {f.name: f.metadata["range"] for f in dataclasses.fields(schema) if "range" in f.metadata}
 
 
 store = ConfigStore.instance()

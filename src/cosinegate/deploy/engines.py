@@ -23,6 +23,7 @@ from cosinegate.terminal import console
 PARTS = (32, 64, 128)  # images of a part of a batch, whose maps stay in cache
 IMAGES_A_ROUND = 256  # with fewer, the routes of a round's images move its time
 DENSE = "dense"
+TORCH_COMPILE = "torch.compile"  # "compiled" is what is left when settled gates are removed
 FEW = 64  # images; below, a call takes longer than what it computes
 
 Run = Callable[[Tensor], Any]
@@ -48,9 +49,15 @@ class Engines:
     """Every model on both engines, in the ways in which it can be run at a batch size."""
 
     def __init__(
-        self, models: dict[str, Model], images: Tensor, held_out: Tensor, scratch: Path, threads: int, compiles: bool
+        self,
+        models: dict[str, Model],
+        images: Tensor,
+        held_out: Tensor,
+        scratch: Path,
+        threads: int,
+        torch_compile: bool,
     ) -> None:
-        self.threads, self.images, self.compiles, self.scratch = threads, images, compiles, scratch
+        self.threads, self.images, self.torch_compile, self.scratch = threads, images, torch_compile, scratch
         self.own = [name for name, model in models.items() if model.is_own or name == DENSE]
         self.models = models
         self.folded = {name: folded(model.network) for name, model in models.items()}
@@ -68,11 +75,11 @@ class Engines:
         self.pool = ThreadPoolExecutor(threads)
 
     def at(self, batch: int) -> dict[tuple[str, str], dict[str, Run]]:
-        """By (model, engine), by the way's name. What was compiled for another batch size is forgotten."""
+        """By (model, engine), by the way's name. What torch.compile made for another batch size is forgotten."""
         torch._dynamo.reset()
         ways: dict[tuple[str, str], dict[str, Run]] = {}
         for name, network in self.folded.items():
-            ways[name, "torch"] = self._torch(network, batch) | self._compiled(network, batch)
+            ways[name, "torch"] = self._torch(network, batch) | self._torch_compiled(network, batch)
             ways[name, "onnxruntime"] = self._onnx(name, batch)
             if (f"{name}-one", 1) in self.sessions:
                 ways[name, "onnxruntime"] |= self._one_by_one(f"{name}-one", batch)
@@ -100,15 +107,15 @@ class Engines:
                 ways[f"by {size}"] = lambda images, size=size: [runtime(part) for part in images.split(size)]
         return ways
 
-    def _compiled(self, network: Network, batch: int) -> dict[str, Run]:
+    def _torch_compiled(self, network: Network, batch: int) -> dict[str, Run]:
         """torch.compile's forms of a network that takes one route for all images."""
-        if not self.compiles or isinstance(network, EarlyExitNetwork) or network.has_gates:
+        if not self.torch_compile or isinstance(network, EarlyExitNetwork) or network.has_gates:
             return {}
         images = self.images[:batch].contiguous(memory_format=torch.channels_last)
         scores = BatchForm(network).eval()
-        forms = {"compiled": compiled_form(scores, images)}
-        if forms["compiled"] is not None and batch < FEW:
-            forms["compiled, not frozen"] = compiled_form(scores, images, freezing=False)
+        forms = {TORCH_COMPILE: torch_compiled(scores, images)}
+        if forms[TORCH_COMPILE] is not None and batch < FEW:
+            forms[f"{TORCH_COMPILE}, not frozen"] = torch_compiled(scores, images, freezing=False)
         return {way: form for way, form in forms.items() if form is not None}
 
     def _onnx(self, name: str, batch: int) -> dict[str, Run]:
@@ -136,7 +143,7 @@ class Engines:
         return run
 
 
-def compiled_form(network: nn.Module, images: Tensor, freezing: bool = True) -> Run | None:
+def torch_compiled(network: nn.Module, images: Tensor, freezing: bool = True) -> Run | None:
     """torch.compile's form for one batch size, where there is a compiler for it and it succeeds; `freezing` makes the
     weights a part of it."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:

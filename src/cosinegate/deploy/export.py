@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosinegate.config.checks import require_positive
 from cosinegate.config.choices import Dynamic
 from cosinegate.config.commands import ExportConfig
 from cosinegate.deploy.card import CARD, WEIGHTS, Network, described, is_card_folder, sha256, write_card, write_weights
@@ -47,35 +46,34 @@ OLD_FILES = ("branch.onnx", "batch.onnx")  # what earlier versions wrote
 MANY = 64  # images at a time
 
 
-def export(asked: ExportConfig) -> dict[str, Any]:
+def export(options: ExportConfig) -> dict[str, Any]:
     """Writes ONNX and int8 files, `weights.safetensors` and `card.json`; returns the card."""
-    require_positive(asked, "threads", "images")
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
-    if not 0 <= asked.tolerance < 0.5:
-        raise UserError(f"tolerance = {asked.tolerance}: must be at least 0 and below 0.5")
-    source = load_source(asked.run, asked.checkpoint, asked.root, asked.data_folder)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    source = load_source(options.run, options.checkpoint, options.root, options.data_folder)
     require_something_to_deploy(source)
-    folder = Path(asked.output) if asked.output is not None else source.folder / "export"
+    folder = Path(options.output) if options.output is not None else source.folder / "export"
     _require_own(folder)
     trained, held_out = source.network, source.held_out()
-    move_budget(source, asked.budget)
+    move_budget(source, options.budget)
     if source.network.has_gates:
         console.say(f"running the gates on {len(held_out)} {source.held_out_words}")
-    deployed, changes = source.compile(asked.dynamic, asked.tolerance)
+    deployed, changes = source.compile(options.dynamic, options.tolerance)
     require_exportable(deployed, source.path)
     with naming(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-")
-    with naming(folder), scratch as made:
-        card = _write(source, trained, deployed, changes, Path(made), asked)
-        write_card(card, Path(made))
+    with naming(folder), scratch as written:
+        card = _write(source, trained, deployed, changes, Path(written), options)
+        write_card(card, Path(written))
         folder.mkdir(exist_ok=True)
         for name in (CARD, *FILES, *OLD_FILES):  # while files of two exports lie there, none is described
             (folder / name).unlink(missing_ok=True)
-        for path in sorted(Path(made).iterdir(), key=lambda path: path.name == CARD):
+        for path in sorted(Path(written).iterdir(), key=lambda path: path.name == CARD):
             path.replace(folder / path.name)
-    is_exact = asked.dynamic is Dynamic.keep and asked.tolerance == 0 and asked.budget is None and asked.images is None
+    is_exact = (
+        options.dynamic is Dynamic.keep and options.tolerance == 0 and options.budget is None and options.images is None
+    )
     if is_exact and changes is not None and is_the_records(source.path):
         _into_record(source.folder, card, changes)
     return card | {"folder": str(folder)}
@@ -109,7 +107,7 @@ def _is_described(path: Path) -> bool:
 
 
 def _write(
-    source: Source, trained: Network, deployed: Network, changes: Changes | None, folder: Path, asked: ExportConfig
+    source: Source, trained: Network, deployed: Network, changes: Changes | None, folder: Path, options: ExportConfig
 ) -> dict[str, Any]:
     held_out, network = source.held_out(), folded(deployed)
     shape = tuple(held_out.shape[1:])
@@ -121,15 +119,15 @@ def _write(
         write_onnx(OneImageForm(network), folder / ONE, shape)
     console.say(f"quantising {INT8} with the activations of {min(CALIBRATION_IMAGES, len(held_out))} images")
     write_int8(folder / ONNX, folder / INT8, held_out[:CALIBRATION_IMAGES])
-    images, labels = source.data.whole_images("test", asked.images)
+    images, labels = source.data.whole_images("test", options.images)
     console.say(f"comparing every form with the trained network on {len(images)} test images")
-    forms = compared(source, trained, deployed, folder, images, labels, asked.threads or torch.get_num_threads())
+    forms = compared(source, trained, deployed, folder, images, labels, options.threads or torch.get_num_threads())
     data, classes = source.config.data, list(source.data.image_set.classes)
     compiled = None
     if changes is not None:
         compiled = {
-            "dynamic": asked.dynamic.name,
-            "tolerance": asked.tolerance,
+            "dynamic": options.dynamic.name,
+            "tolerance": options.tolerance,
             "images": f"{len(held_out)} {source.held_out_words}",
             "blocks": [asdict(change) | {"action": change.action.name} for change in changes.blocks],
             "computed": changes.computed,
@@ -148,7 +146,7 @@ def _write(
         },
         "output": {"scores": ["batch", len(classes)], "route": ["batch", len(deployed.blocks)]},
         "network": described(deployed, source.config, source.actions),
-        "budget": asked.budget,
+        "budget": options.budget,
         "compiled": compiled,
         "tolerance": {"scores": CLOSE, "why": "BatchNorm is folded into float32 convolutions; int8 promises nothing"},
         "test_images": len(images),
@@ -177,7 +175,7 @@ def compared(
     for name, batch in ((ONE, 1), (ONNX, MANY), (INT8, MANY)):
         if (folder / name).exists():
             runs[name] = lambda name=name, batch=batch: run_onnx(session(folder / name, threads), array, batch)
-    found = {
+    forms = {
         "trained": _form(scores, route, labels) | {"executed": flops / dense} | _sizes(trained),
         "deployed": _form(own_scores, own_route, labels, scores, route)
         | {"executed": own_flops / dense}
@@ -187,13 +185,13 @@ def compared(
         theirs, taken = run()
         theirs = torch.from_numpy(np.asarray(theirs))
         taken = own_route if taken is None else torch.from_numpy(np.asarray(taken)).bool()
-        found[name] = _form(theirs, taken, labels, scores, route)
+        forms[name] = _form(theirs, taken, labels, scores, route)
         if name != INT8:
             same = ~torch.ne(taken, own_route).any(1)
             close = CLOSE * max(1.0, own_scores.abs().max().item())
             apart = (theirs - own_scores)[same].abs().max().item() if same.any() else float("inf")
-            found[name] |= {"equal": apart <= close, "rerouted": int((~same).sum())}
-    return found
+            forms[name] |= {"equal": apart <= close, "rerouted": int((~same).sum())}
+    return forms
 
 
 def _on_torch(runtime: Runtime, images: Tensor) -> tuple[np.ndarray, np.ndarray | None]:
@@ -206,11 +204,11 @@ def _form(
     scores: Tensor, route: Tensor, labels: Tensor, trained: Tensor | None = None, its_route: Tensor | None = None
 ) -> dict[str, float]:
     """What the test set shows of a form's scores (B, K) and route (B, N), beside the `trained` network's."""
-    found = {"accuracy": (scores.argmax(1) == labels).float().mean().item(), "mean_gate": route.float().mean().item()}
+    figures = {"accuracy": (scores.argmax(1) == labels).float().mean().item(), "mean_gate": route.float().mean().item()}
     if trained is None:
-        return found
+        return figures
     same = ~torch.ne(its_route, route).any(1)
-    return found | {
+    return figures | {
         "same_class": (scores.argmax(1) == trained.argmax(1)).float().mean().item(),
         "same_route": same.float().mean().item(),
         "largest_difference": (scores - trained)[same].abs().max().item() if same.any() else None,  # on the same route

@@ -53,7 +53,7 @@ class GateMaker:
     """Makes the gate of every block of a network, in order; `gated` says which blocks have one."""
 
     def __init__(self, config: GateConfig, gated: list[bool]) -> None:
-        self.config, self.gated, self.made = config, iter(gated), 0
+        self.config, self.gated, self.count = config, iter(gated), 0
         self.relaxation = _relaxation(config)  # one for all gates
 
     def __call__(self, channels: int) -> Gate | None:
@@ -63,8 +63,8 @@ class GateMaker:
         """
         if not next(self.gated):
             return None
-        slot = Slot(channels=channels, gate_index=self.made, opening=lambda: self.relaxation)
-        self.made += 1
+        slot = Slot(channels=channels, gate_index=self.count, opening=lambda: self.relaxation)
+        self.count += 1
         with torch.random.fork_rng(devices=[]):
             return MAKERS[self.config.kind](self.config, slot)
 

@@ -29,10 +29,10 @@ def define_missing() -> None:
 
 
 def _operators_load() -> bool:
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
         return True  # nothing to mend
-    for path in Path(found.origin).parent.glob("_C.*so"):
+    for path in Path(spec.origin).parent.glob("_C.*so"):
         try:
             torch.ops.load_library(str(path))
             return True

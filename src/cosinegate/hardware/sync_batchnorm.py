@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch: with `trainer.sync_batchnorm` several devices normalise as one would."""
+"""BatchNorm over the global batch: several devices normalise as one would."""
 
 import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -42,7 +42,7 @@ GLOBAL = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
 
 
 class SyncBatchNormOnCPU(TorchSyncBatchNorm):
-    """What lightning does with `trainer.sync_batchnorm` where torch's own layer cannot run."""
+    """What lightning's `sync_batchnorm` does where torch's own layer cannot run."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         return _turned(model, GLOBAL)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 
 def block_by_epoch(rows: dict[int, Row]) -> Figure:
-    """The share of samples that compute each block, over the epochs that were validated."""
+    """The fraction of samples that compute each block, over the epochs that were validated."""
     names = sorted({name for row in rows.values() for name in row if name.startswith("gates/block_")})
     epochs = sorted(epoch for epoch, row in rows.items() if names and names[0] in row)
     table = np.array([[rows[epoch][name] for epoch in epochs] for name in names])
@@ -19,7 +19,7 @@ def block_by_epoch(rows: dict[int, Row]) -> Figure:
 
 
 def class_by_block(shares: np.ndarray, classes: tuple[str, ...]) -> Figure:
-    """The share of each class's images that compute each block."""
+    """The fraction of each class's images that compute each block."""
     return _drawn(shares, "class x block", "block", "class", list(range(shares.shape[1])), list(classes))
 
 
@@ -29,6 +29,6 @@ def _drawn(table: np.ndarray, title: str, x: str, y: str, columns: list, lines: 
     step = max(1, len(columns) // 16)
     axis.set_xticks(range(0, len(columns), step), [str(name) for name in columns[::step]])
     axis.set_yticks(range(len(lines)), [str(name) for name in lines])
-    axis.set(title=f"share of samples that compute: {title}", xlabel=x, ylabel=y)
+    axis.set(title=f"fraction of samples that compute: {title}", xlabel=x, ylabel=y)
     figure.colorbar(image, ax=axis)
     return figure

@@ -9,8 +9,9 @@ import numpy as np
 from PIL import Image
 
 from cosinegate.callbacks.routes import Routes
-from cosinegate.config.checks import is_number
 from cosinegate.config.choices import Checkpoint
+from cosinegate.config.ranges import is_number
+from cosinegate.deploy.exits.frontier import read_frontier
 from cosinegate.deploy.source import is_written_network
 from cosinegate.evaluate import find_routes, load_module
 from cosinegate.plots.curves import phases
@@ -38,22 +39,26 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
     except FileNotFoundError:
         text = ""
     warmup = value_at(parse_yaml(text, folder / "config.yaml") or {}, "objective.warmup_epochs")
+    gated = record.gate != "none"
+    has_target = record.lambda_flops != 0 and record.exits is None  # without a penalty prog(t) moves nothing
+    curves = [name for name in CURVES if has_target or name != "schedule/prog"]
+    frontier = read_frontier(folder) if record.exits is not None else None
     content = {
         "name": f"{record.experiment} {folder.name}" + (" dense" if record.gate == "none" else ""),
         "folder": folder.as_posix(),
         "record": record.as_dict(),
         "config": text,
         "epochs": sorted(rows),
-        "curves": {name: _curve(rows, name) for name in CURVES if any(name in row for row in rows.values())},
-        "skipped": [None if share is None else 1 - share for share in _curve(rows, "gates/mean")],
+        "curves": {name: _curve(rows, name) for name in curves if any(name in row for row in rows.values())},
+        "skipped": [None if mean is None else 1 - mean for mean in _curve(rows, "gates/mean")],
         "blocks": _blocks(rows),
-        "tau_target": record.tau_target,
-        "gated": record.gate != "none",
-        "phases": [],
+        "has_target": has_target,
+        "tau_target": record.tau_target if has_target else None,
+        "gated": gated,
+        "exits": None if frontier is None else frontier.model_dump(),
+        "phases": phases(rows, warmup if is_number(warmup) else 0) if gated and has_target else [],
     }
-    if content["gated"]:
-        content["phases"] = phases(rows, warmup if is_number(warmup) else 0)
-    if not content["gated"]:
+    if not gated:
         return content | {"routes": None}
     if not (folder / "checkpoints" / "last.ckpt").is_file() and not is_written_network(folder):
         say(f"{folder} has no checkpoint: its routes are left out")
@@ -76,7 +81,7 @@ def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...],
         "by_computed": routes.accuracy_by_computed(),
         "paths": routes.paths(most=12),
         "number_of_paths": len(np.unique(routes.open, axis=0)),
-        "examples": [_example(routes, place, pixels, classes) for place in (*fewest, *most)],
+        "examples": [_example(routes, row, pixels, classes) for row in (*fewest, *most)],
         "fewest": len(fewest),
         "cir": None,
     }
@@ -95,17 +100,17 @@ def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...],
     return content
 
 
-def _example(routes: Routes, place: int, pixels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
-    picture = pixels[routes.index[place]]
+def _example(routes: Routes, row: int, pixels: np.ndarray, classes: tuple[str, ...]) -> dict[str, Any]:
+    picture = pixels[routes.index[row]]
     file = io.BytesIO()
     Image.fromarray(picture.squeeze(-1) if picture.shape[2] == 1 else picture).save(file, "PNG")
     return {
         "src": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}",
-        "index": int(routes.index[place]),
-        "label": classes[routes.label[place]],
-        "predicted": classes[routes.predicted[place]],
-        "open": routes.open[place].astype(int).tolist(),
-        "cir": None if routes.cir is None else routes.cir[place].round(3).tolist(),
+        "index": int(routes.index[row]),
+        "label": classes[routes.label[row]],
+        "predicted": classes[routes.predicted[row]],
+        "open": routes.open[row].astype(int).tolist(),
+        "cir": None if routes.cir is None else routes.cir[row].round(3).tolist(),
     }
 
 

@@ -8,7 +8,7 @@ const dark = window.matchMedia("(prefers-color-scheme: dark)");
 // What a record or a row lacks, or has as something else than a number, is shown as a dash.
 const isNumber = (value) => typeof value === "number";
 const figure = (value, digits = 3) => (isNumber(value) ? value.toFixed(digits) : "–");
-const percent = (share) => (isNumber(share) ? `${(100 * share).toFixed(2)}%` : "–");
+const percent = (fraction) => (isNumber(fraction) ? `${(100 * fraction).toFixed(2)}%` : "–");
 const lacking = (values) => { // a sentence that says which of them are not known
   const names = Object.keys(values).filter((name) => !isNumber(values[name]));
   return names.length ? ` Not recorded: ${names.join(", ")}.` : "";
@@ -74,8 +74,8 @@ function drawCurves(run, other) {
   draw("efficiency", counted == null && executed == null ? "No FLOPs yet."
     : !run.gated ? `A dense network: executed ${figure(executed)} of its FLOPs.` + lacking({ "FLOPs executed": executed }) + versus
     : `Compute: counted ${figure(counted)} (the mean gate, so ${figure(skipped, 1)}% skipped as the paper counts), executed ${figure(executed)} of the dense network's FLOPs.`
-    + lacking({ "FLOPs counted": counted, "percent skipped": skipped, "FLOPs executed": executed, "target": run.tau_target }) + versus,
-    { ...nearest, xAxis: x, yAxis: axis("share"), series });
+    + lacking({ "FLOPs counted": counted, "percent skipped": skipped, "FLOPs executed": executed, ...(run.has_target && { target: run.tau_target }) }) + versus,
+    { ...nearest, xAxis: x, yAxis: axis("fraction"), series });
 }
 
 function heat(id, words, columns, rows, cells, x, y) {
@@ -93,15 +93,15 @@ function drawGates(run) {
   const kept = run.epochs.map((_, k) => k).filter((k) => run.blocks.some((curve) => curve[k] != null));
   const cells = run.blocks.flatMap((curve, block) => kept.map((k, column) => [column, block, curve[k]]));
   const dynamic = run.record.dynamic_blocks;
-  if (!run.record.exits) heat("block-epoch", `Share of images that compute each block, by epoch. ${dynamic ?? "?"} of ${run.blocks.length} blocks are dynamic in the end: open for 5 to 95% of the images.`,
+  if (!run.record.exits) heat("block-epoch", `Fraction of the images that compute each block, by epoch. ${dynamic ?? "?"} of ${run.blocks.length} blocks are dynamic in the end: open for 5 to 95% of the images.`,
     kept.map((k) => String(run.epochs[k])), run.blocks.map((_, b) => String(b)), cells, "epoch", "block");
   if (!run.routes) return;
   const { classes, class_x_block: table } = run.routes;
-  heat("class-block", "Share of each class's images that compute each block. Rows that look alike: the gates do not tell the classes apart.",
+  heat("class-block", "Fraction of each class's images that compute each block. Rows that look alike: the gates do not tell the classes apart.",
     table[0].map((_, b) => String(b)), classes, table.flatMap((row, k) => row.map((v, b) => [b, k, v])), "block", "class");
 }
 
-function drawBlock(run, block) { // the place among the blocks that have a gate
+function drawBlock(run, block) { // the index among the blocks that have a gate
   const { blocks, edges, counts, open_rate: rate, threshold, open } = run.routes.cir;
   const centre = counts[block].map((_, k) => (edges[k] + edges[k + 1]) / 2);
   const turn = threshold[block];
@@ -111,8 +111,8 @@ function drawBlock(run, block) { // the place among the blocks that have a gate
   const x = axis("CIR", { min: edges[0], max: edges[edges.length - 1] });
   draw("cir", `Block ${blocks[block]}: CIR of ${run.routes.images} test images. The gate turns ${where}, at the mean of its controller's offset; it computes ${percent(open[block])} of the images.`,
     { tooltip: { trigger: "axis" }, xAxis: x, yAxis: axis("images"), series: [{ name: "images", type: "bar", barWidth: "95%", data: centre.map((c, k) => [c, counts[block][k]]), ...mark }] });
-  draw("open-rate", `Block ${blocks[block]}: share of images that compute it, by their CIR.`,
-    { tooltip: { trigger: "axis" }, xAxis: x, yAxis: axis("share open", { min: 0, max: 1 }), series: [{ name: "share open", type: "line", symbolSize: 6, data: centre.map((c, k) => [c, rate[block][k]]), ...mark }] });
+  draw("open-rate", `Block ${blocks[block]}: fraction of the images that compute it, by their CIR.`,
+    { tooltip: { trigger: "axis" }, xAxis: x, yAxis: axis("open fraction", { min: 0, max: 1 }), series: [{ name: "open fraction", type: "line", symbolSize: 6, data: centre.map((c, k) => [c, rate[block][k]]), ...mark }] });
 }
 
 function drawRoutes(run) {
@@ -174,17 +174,29 @@ function drawFrontier() {
         { type: "line", step: "end", symbol: "none", data: step.map((p) => [p.counted, p.accuracy]) }] });
 }
 
+function drawExits(run) {
+  $("s-exits").hidden = !run.exits;
+  if (!run.exits) return;
+  const { after, own, points } = run.exits;
+  const budget = (point) => figure(point.budget, 2);
+  draw("exits", `Exits after blocks ${after.join(", ")}. Without exits ${percent(own.accuracy)} at ${figure(own.executed)} of the dense network's FLOPs. By budget: ` + points.map((p) => `${budget(p)}, ${percent(p.accuracy)} at ${figure(p.executed)}`).join("; ") + ".",
+    { tooltip: { formatter: ({ data }) => `${percent(data[1])} at ${figure(data[0])}` }, legend: { top: 0 }, xAxis: axis("FLOPs executed / dense", { scale: true }), yAxis: axis("test accuracy", { scale: true, axisLabel: { formatter: percent } }),
+      series: [{ name: "with exits, by budget", type: "line", symbolSize: 9, label: { show: true, position: "bottom", formatter: ({ dataIndex }) => budget(points[dataIndex]) }, data: points.map((p) => [p.executed, p.accuracy]) },
+        { name: "without exits", type: "scatter", symbol: "rect", symbolSize: 11, data: [[own.executed, own.accuracy]] }] });
+}
+
 function drawCard(run) {
   const r = run.record, a = r.accuracy, f = r.flops;
   const facts = { experiment: r.experiment, data: r.data, seed: r.seed, status: r.status,
-    epochs: `${r.epochs.done} of ${r.epochs.planned ?? "–"}` + (r.ended_early ? `, ended by ${r.ended_early}` : ""),
+    epochs: `${r.epochs.done ?? "–"} of ${r.epochs.planned ?? "–"}` + (r.ended_early ? `, ended by ${r.ended_early}` : ""),
     "test accuracy": percent(a.test), "best accuracy": a.best == null ? "–" : `${percent(a.best)} (epoch ${figure(a.best_epoch, 0)}, on ${r.selected_on})`,
     "FLOPs counted": figure(f.counted), "FLOPs executed": figure(f.executed), "dynamic blocks": r.dynamic_blocks ?? "–", paths: r.paths ?? "–",
     parameters: r.parameters ?? "–", "images/s": figure(r.images_per_second, 0), commit: String(r.git_commit ?? "–").slice(0, 10) + (r.git_changed ? " (changed)" : ""),
+    torch: r.versions.torch ?? "–", lightning: r.versions.lightning ?? "–",
     ...(r.exits && { exits: `after blocks ${r.exits.after.join(", ")}; budget ${figure(r.exits.budget)} of the network's own FLOPs; without exits ${percent(r.exits.own_accuracy)} at ${figure(r.exits.own_executed)} of dense` }),
-    torch: r.versions.torch ?? "–", lightning: r.versions.lightning ?? "–", command: r.command, folder: run.folder };
+    command: r.command, folder: run.folder };
   $("card").replaceChildren(...Object.entries(facts).map(([name, value]) => {
-    const row = Object.assign(document.createElement("div"), { className: name === "command" || name === "folder" ? "wide" : "" });
+    const row = Object.assign(document.createElement("div"), { className: ["command", "folder", "exits"].includes(name) ? "wide" : "" });
     row.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value }));
     return row;
   }));
@@ -202,10 +214,11 @@ function show() {
   const other = $("against").value === "" ? null : runs[Number($("against").value)];
   drawCard(run);
   drawFrontier();
+  drawExits(run);
   const { exits } = run.record; // they are fitted without epochs: there is nothing to draw over them
   $("s-curves").hidden = $("block-epoch").parentElement.hidden = Boolean(exits);
   if (!exits) drawCurves(run, other);
-  for (const section of document.querySelectorAll(".gated")) section.hidden = !run.gated || (section.classList.contains("routed") && !run.routes);
+  for (const section of document.querySelectorAll(".gated")) section.hidden = !run.gated || (!run.routes && (exits || section.classList.contains("routed")));
   if (!run.gated) return;
   $("class-block").parentElement.hidden = !run.routes;
   drawGates(run);
@@ -215,7 +228,7 @@ function show() {
   if (!run.routes.cir) return;
   const { blocks } = run.routes.cir;
   const block = Math.min(Number($("block").value || 0), blocks.length - 1);
-  options("block", blocks.map((b, place) => [String(place), `block ${b}`]), String(block));
+  options("block", blocks.map((b, index) => [String(index), `block ${b}`]), String(block));
   drawBlock(run, block);
 }
 

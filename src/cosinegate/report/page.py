@@ -12,6 +12,7 @@ from rich.progress import track
 from cosinegate.analysis import pareto
 from cosinegate.analysis.runs import families, find_runs
 from cosinegate.analysis.tables import chosen_folders
+from cosinegate.config.identity import FIGURES
 from cosinegate.report.content import run_content
 from cosinegate.runs.outputs import require_own, write_text
 from cosinegate.terminal.console import say
@@ -26,14 +27,12 @@ def report(config: DictConfig) -> None:
     """Writes the report that the config asks for, and says where."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.runs is None and config.sweep is None:
-        raise UserError("runs has no value: give a run's folder, as in runs=[runs/mnist/<run>], or sweep=quick")
     folders = chosen_folders(config)
     if config.sweep is not None:  # of a sweep on its way, those that have begun
         folders = [folder for folder in folders if (folder / "record.json").exists()]
     if not folders:
         raise UserError("runs: no run to report on")
-    default = folders[0] / "report.html" if len(folders) == 1 else Path("results/report.html")
+    default = (folders[0] if len(folders) == 1 else Path(config.runs_dir) / FIGURES) / "report.html"
     path = default if config.path is None else Path(config.path)
     write_report(list(dict.fromkeys(folders)), path, config.limit_batches)
     say(f"report  {path}  ({path.stat().st_size / 2**20:.1f} MB, opens from disk)")
@@ -56,14 +55,14 @@ def write_report(folders: list[Path], path: Path, limit_batches: int | None = No
 def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
     """The runs that can be compared, as points: of several families the one with the most configurations."""
     runs = find_runs(folders, lambda words: say(words.replace("skipped", "left out of the frontier", 1)))
-    found = families(runs, "counted")
-    if not found:
+    by_family = families(runs, "counted")
+    if not by_family:
         return []
-    family = max(found, key=lambda one: len(found[one]))
+    family = max(by_family, key=lambda name: len(by_family[name]))
     points = []
-    for one in pareto.mark(found[family], "counted"):
-        (counted, _), (accuracy, _) = one.cost("counted"), one.accuracy()
-        point = {"label": one.label, "counted": counted, "accuracy": accuracy, "on_frontier": one.on_frontier}
+    for group in pareto.mark(by_family[family], "counted"):
+        (counted, _), (accuracy, _) = group.cost("counted"), group.accuracy()
+        point = {"label": group.label, "counted": counted, "accuracy": accuracy, "on_frontier": group.on_frontier}
         points.append(point | {"family": pareto.title(family)})
     return points
 

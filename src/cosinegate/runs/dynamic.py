@@ -8,4 +8,4 @@ def routed_percent(opened: list[float]) -> float:
 
     The rest is static: blocks that are closed for all samples, or nearly so.
     """
-    return 100 * sum(1 - share for share in opened if DYNAMIC[0] <= share <= DYNAMIC[1]) / len(opened)
+    return 100 * sum(1 - fraction for fraction in opened if DYNAMIC[0] <= fraction <= DYNAMIC[1]) / len(opened)

@@ -66,8 +66,8 @@ def make_folder(folder: Path) -> None:
     refuse_dangling_links(folder)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for made in reversed(missing):
-        _settle(made.parent)
+    for new in reversed(missing):
+        _settle(new.parent)
 
 
 def refuse_dangling_links(folder: Path) -> None:

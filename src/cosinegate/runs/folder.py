@@ -123,16 +123,16 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 def _another_run(folder: Path, config: DictConfig, record: Record) -> str:
     try:
-        found = differences(stored_config(folder), config)
+        changed = differences(stored_config(folder), config)
     except UserError:
-        found = {}
-    if list(found) == ["trainer.max_epochs"]:
-        theirs, ours = found["trainer.max_epochs"]
+        changed = {}
+    if list(changed) == ["trainer.max_epochs"]:
+        theirs, ours = changed["trainer.max_epochs"]
         return (
             f"holds a run of another config: {theirs} epochs are another schedule than {ours}, hence another run; "
             f"leave run_dir out, or choose another folder; weights={folder} would begin with its weights"
         )
     if record.seed != config.seed:
-        found["seed"] = record.seed, config.seed
-    words = next((f" ({key} = {theirs}, not {ours})" for key, (theirs, ours) in found.items()), "")
+        changed["seed"] = record.seed, config.seed
+    words = next((f" ({key} = {theirs}, not {ours})" for key, (theirs, ours) in changed.items()), "")
     return f"holds a run of another config{words}; choose another folder"

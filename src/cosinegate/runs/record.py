@@ -3,22 +3,41 @@
 import csv
 import io
 import json
-import math
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from annotated_types import Predicate
 from hydra.core.hydra_config import HydraConfig
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from cosinegate.config.schema import is_plain_name
 from cosinegate.runs.files import write_atomically
+from cosinegate.runs.record_parts import (
+    MOST_EPOCHS,
+    Accuracy,
+    Amount,
+    Compiled,
+    Cut,
+    Epochs,
+    Exits,
+    Flops,
+    Fraction,
+    FractionOrNan,
+    Latency,
+    Number,
+    OrNan,
+    Percent,
+    PlainName,
+    Printable,
+    Program,
+    Seed,
+    Source,
+    Span,
+    wrong_value,
+)
 from cosinegate.runs.untrusted import first_line, read_json, read_text
 from cosinegate.terminal.errors import UserError
 
@@ -27,137 +46,8 @@ AWAY = "move its folder away to train the run again"
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy", "wandb")
 PACKAGES += ("onnx", "onnxruntime", "safetensors")
 LARGEST_METRICS = 64 * 2**20  # bytes
-MOST_EPOCHS = 10**9
 
 Row = dict[str, float]
-
-
-def _or_nan(value: Any, check: Callable[[Any], float]) -> float:
-    return value if isinstance(value, float) and math.isnan(value) else check(value)
-
-
-OrNan = WrapValidator(_or_nan)  # of a run that diverged: a page shows a dash, a table refuses it
-PlainName = Annotated[str, Predicate(is_plain_name)]  # some of them name files
-Printable = Annotated[str, Predicate(str.isprintable)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-FractionOrNan = Annotated[Fraction, OrNan]
-Percent = Annotated[float, Field(ge=-1, le=101), OrNan]  # with room for rounding
-Ratio = Annotated[float, Field(ge=0, le=1e6)]  # the dense network = 1
-RatioOrNan = Annotated[Ratio, OrNan]
-Amount = Annotated[float, Field(ge=0, le=1e12)]
-Number = Annotated[int | float, Field(ge=0, le=1e12)]  # a count, which metrics.csv has as a float
-Count = Annotated[int, Field(ge=0, le=MOST_EPOCHS)]
-Epoch = Annotated[int, Field(ge=1, le=MOST_EPOCHS)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-
-
-class Part(BaseModel):
-    """A part of a record. Keys of other versions are kept as they are."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns what record.json holds: the keys that were given, null or not."""
-        return self.model_dump(exclude_unset=True)
-
-    def replace(self, **changes: Any) -> Self:
-        """Returns a copy with other values. Ends with one line where a value is one that no run can have."""
-        content = self.as_dict() | changes
-        try:
-            return self.model_validate(content)
-        except ValidationError as error:
-            raise UserError(f"a run's record cannot hold {_wrong_value(error, content)}") from error
-
-
-class Epochs(Part):
-    planned: Epoch | None = None
-    done: Count
-
-
-class Accuracy(Part):
-    """Of the last and the best validation, and of the test; epochs count from 1."""
-
-    last: FractionOrNan | None = None
-    last_epoch: Count | None = None
-    best: FractionOrNan | None = None
-    best_epoch: Count | None = None
-    best_skip_percent: Percent | None = None
-    epoch_100: FractionOrNan | None = None
-    epoch_100_skip_percent: Percent | None = None
-    test: FractionOrNan | None = None
-    test_of: str | None = None  # the checkpoint
-
-
-class Flops(Part):
-    """Counted as the paper does, executed, and what compiling the gates would leave."""
-
-    counted: RatioOrNan | None = None
-    executed: RatioOrNan | None = None
-    dense_per_image: Annotated[int, Field(ge=0, le=10**18)] | None = None
-    compiled: Ratio | None = None
-
-
-class Compiled(Part):
-    """The compiled network: its FLOPs and blocks, and for how many test images it has the trained network's class."""
-
-    executed: Ratio
-    blocks: Count
-    dynamic_blocks: Count | None = None
-    same_class: Count
-    images: Count
-
-
-class Latency(Part):
-    """How `latency_ms` was measured, and its ratio to the dense network in the same minutes."""
-
-    batch: Count | None = None
-    engine: str | None = None
-    threads: Count | None = None
-    time_ratio: Ratio | None = None
-    measured: str | None = None
-
-
-class Cut(Part):
-    """The keys of the trainer by which a run saw less than its epochs have."""
-
-    max_steps: int | None = None
-    max_time: str | None = None
-    overfit_batches: Number | None = None
-
-
-class Source(Part):
-    """The run that weights were taken from."""
-
-    run: str | None = None
-    checkpoint: str | None = None
-    sha256: str | None = None
-    identity: str | None = None
-    seed: Seed | None = None
-    epochs: Count | None = None
-
-
-class Exits(Part):
-    """Early exits: the network that they were fitted to, where they stand, and at which budget."""
-
-    source: str | None = None
-    after: list[Count] | None = None
-    budget: Ratio | None = None
-    own_accuracy: Fraction | None = None
-    own_executed: Ratio | None = None
-
-
-class Program(Part):
-    """What trains: the commit and the packages."""
-
-    git_commit: str | None = None
-    git_changed: bool | None = None
-    versions: dict[str, Any] | None = None
-
-
-class Span(Program):
-    """The first and the last epoch that a program trained."""
-
-    epochs: Annotated[list[Epoch], Field(min_length=2, max_length=2)]
 
 
 class Record(Program):
@@ -229,21 +119,10 @@ def read_record(folder: Path) -> Record | None:
     try:
         return Record.model_validate(content)
     except ValidationError as error:
-        wrong = {one["loc"] for one in error.errors() if not one["type"].endswith("_than_equal")}
+        wrong = {detail["loc"] for detail in error.errors() if not detail["type"].endswith("_than_equal")}
         if wrong & {("status",), ("epochs",), ("epochs", "done")}:
             raise UserError(f"{path} lacks a run's status or epochs; {AWAY}") from error
-        raise UserError(f"{path}: {_wrong_value(error, content)}; {AWAY}") from error
-
-
-def _wrong_value(error: ValidationError, content: Any) -> str:
-    """Returns the first wrong key and its value, in words."""
-    keys = []
-    for key in error.errors(include_url=False, include_context=False)[0]["loc"]:
-        if not isinstance(content, dict) or key not in content:
-            break
-        keys.append(key)
-        content = content[key]
-    return f"{'.'.join(keys)} = {str(content)[:80]}"
+        raise UserError(f"{path}: {wrong_value(error, content)}; {AWAY}") from error
 
 
 def require(record: Record, path: Path, *keys: str) -> None:
@@ -299,7 +178,7 @@ def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
     if not validated:
         return {}
     best = max(validated, key=lambda epoch: (validated[epoch]["val/acc"], -epoch))
-    found = {
+    figures = {
         "last": validated[max(validated)]["val/acc"],
         "last_epoch": max(validated),
         "best": validated[best]["val/acc"],
@@ -307,9 +186,9 @@ def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
         "best_skip_percent": validated[best].get("gates/skip_percent"),
     }
     if 100 in validated:
-        found["epoch_100"] = validated[100]["val/acc"]
-        found["epoch_100_skip_percent"] = validated[100].get("gates/skip_percent")
-    return found
+        figures["epoch_100"] = validated[100]["val/acc"]
+        figures["epoch_100_skip_percent"] = validated[100].get("gates/skip_percent")
+    return figures
 
 
 def now() -> str:
@@ -325,7 +204,7 @@ def ended_early(record: Record) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """What made the run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
+    """The program of a run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
     commit = subprocess.run(
         ["git", "rev-parse", "--verify", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )

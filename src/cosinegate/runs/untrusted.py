@@ -19,7 +19,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
-    """A text file. Its absence is told as such (FileNotFoundError), anything else with one line."""
+    """A text file. Its absence is a FileNotFoundError, anything else with one line."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -95,5 +95,5 @@ def value_at(content: Any, key: str) -> Any:
 def first_line(error: BaseException) -> str:
     """With the next one where the first only announces it, as torch does of weights that do not fit."""
     lines = [line.strip() for line in str(error).splitlines()] or [""]
-    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {told[:240]}"
+    words = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {words[:240]}"

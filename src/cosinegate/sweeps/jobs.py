@@ -41,7 +41,7 @@ class Job:
 
     overrides: list[str]
     label: str  # what sets it apart from the others
-    asked: tuple[str, ...] = ()  # the part of the overrides that is the command line's
+    from_command: tuple[str, ...] = ()  # the part of the overrides that is the command line's
     number: int = 0  # from 1
     config: DictConfig | None = None  # none where it cannot be composed
     error: str | None = None  # why it did not finish
@@ -77,22 +77,22 @@ def plan(
     """
     parser = OverridesParser.create(config_loader=loader)
     command = parser.parse_overrides(arguments)
-    asked = {override.key_or_group for override in command}
+    given = {override.key_or_group for override in command}
     for override in command:
         if override.key_or_group == "sweeps" and override.is_sweep_override():
             raise UserError(f"{override.input_line}: one sweep at a time")
-    if "sweeps" in asked and not params and not points:
+    if "sweeps" in given and not params and not points:
         raise UserError("the sweep has neither params nor points: an empty grid")
     grid = [_axes(parser, params)] if params or not points else []
     variants = []
     for axes in [*grid, *map(parser.parse_overrides, points)]:
-        variants += itertools.product(*(_values(axis) for axis in axes if axis.key_or_group not in asked))
+        variants += itertools.product(*(_values(axis) for axis in axes if axis.key_or_group not in given))
     jobs = []
     for own in variants:
         for fixed in itertools.product(*map(_values, command)):
             swept = [value for value, override in zip(fixed, command, strict=True) if override.is_sweep_override()]
             label = " ".join([*own, *swept]) or "as it is"
-            jobs.append(Job([*fixed, *own], label, asked=fixed))
+            jobs.append(Job([*fixed, *own], label, from_command=fixed))
             if len(jobs) > MOST_JOBS:
                 raise UserError(f"{label}: a sweep of more than {MOST_JOBS} jobs")
     for job in jobs:
@@ -160,9 +160,9 @@ def _task_config(config: DictConfig) -> DictConfig:
 
 
 def _distinct(jobs: list[Job]) -> list[Job]:
-    """Without a point of the grid that is one of the single points too, and without a run asked for twice."""
+    """Without a point of the grid that is one of the single points too, and without a run that is there twice."""
     sound = [job for job in jobs if job.error is None]
-    last = {(identity(job.config), job.config.seed, job.asked): job for job in sound}
+    last = {(identity(job.config), job.config.seed, job.from_command): job for job in sound}
     last = {job.folder: job for job in last.values()}
     kept = {id(job) for job in last.values()}
     return [job for job in jobs if job.error is not None or id(job) in kept]
@@ -260,7 +260,7 @@ def _stop_workers(signum: int, frame: FrameType | None) -> None:
 
 
 def _for_a_job(job: Job, total: int, threads: int | None) -> list[str]:
-    """What a job of a sweep is told beside its own overrides: nothing that changes what it computes."""
+    """What a job of a sweep gets beside its own overrides: nothing that changes what it computes."""
     words = [f"hydra.job.name='job {job.number} of {total}'", "trainer.enable_progress_bar=false"]
     return words if threads is None or job.config.threads is not None else [*words, f"threads={threads}"]
 

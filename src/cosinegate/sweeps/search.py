@@ -12,15 +12,11 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import optuna
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+from omegaconf import DictConfig
 from optuna.trial import TrialState
 from rich.console import Console
 from rich.table import Table
@@ -28,91 +24,36 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from cosinegate.cli import why_it_ended
-from cosinegate.config.checks import check_one_of_several, is_number, validate
-from cosinegate.config.choices import Cost, GateKind, Sampler, Validation
+from cosinegate.config.choices import Cost, Sampler, Validation
 from cosinegate.config.identity import SWEEPS, identity, primitives, run_folder
-from cosinegate.config.schema import is_plain_name
+from cosinegate.config.ranges import is_number
 from cosinegate.runs.lock import locked
 from cosinegate.runs.manifest import add_to_manifest, how_to_draw
 from cosinegate.runs.record import Record, read_record
 from cosinegate.runs.untrusted import first_line
+from cosinegate.sweeps.space import Space
 from cosinegate.terminal.console import cell, clock, complain, percent, say
 from cosinegate.terminal.errors import UserError
 from cosinegate.train import train
 
-MOST_TRIALS = 10**6
+FINGERPRINT = "asked"  # what studies call it
 
 
-def search(config: DictConfig) -> None:
+def search(config: DictConfig, space: Space) -> None:
     """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
-    options = config.search
-    _check(options, config.gate.kind)
-    check_one_of_several(config)
-    base = OmegaConf.masked_copy(config, [key for key in config if key != "search"])
-    space = Space(options.space, base)
-    asked = _fingerprint(base, options)
-    base.sweep = options.study or f"search-{asked}"
+    options, base = config.search, space.base
+    fingerprint = _fingerprint(base, options)
+    base.sweep = options.study or f"search-{fingerprint}"
     folder = Path(base.runs_dir) / SWEEPS / base.sweep
     _check_study(folder / "study.db")
     with locked(folder, wait=False), _using(folder / "study.db"):
-        study = _open(folder / "study.db", base.sweep, asked)
+        study = _open(folder / "study.db", base.sweep, fingerprint)
         failures = _run_trials(study, space, base, options)
         _show(study, space, base)
     for line in failures:
         complain(f"error: {line}")
     if failures:
         sys.exit(1)
-
-
-def _check(options: DictConfig, gate: GateKind) -> None:
-    for key, least in (("trials", 1), ("population", 2)):
-        if not least <= options[key] <= MOST_TRIALS:
-            raise UserError(f"search.{key} = {options[key]}: must be at least {least} and at most {MOST_TRIALS}")
-    if options.cost not in (Cost.counted, Cost.executed):
-        raise UserError(f"search.cost = {options.cost.name}: a search's trials have counted or executed FLOPs")
-    if gate is GateKind.none:
-        raise UserError("gate.kind = none: a dense network has nothing to search for")
-    if not options.space:
-        raise UserError("search.space: has nothing to vary")
-    if options.study is not None and not is_plain_name(options.study):
-        raise UserError(f"search.study = {options.study}: must be a plain name, without a slash or a leading dot")
-
-
-@dataclass
-class Space:
-    """What is varied, and between which values."""
-
-    nodes: DictConfig
-    base: DictConfig
-
-    def __post_init__(self) -> None:
-        self.distributions = {name: self._distribution(name) for name in self.nodes}
-        for edge in ("low", "high"):
-            try:
-                validate(self.place({name: getattr(part, edge) for name, part in self.distributions.items()}))
-            except UserError as error:
-                raise UserError(f"search.space, at its {edge} edge: {error}") from error
-
-    def _distribution(self, name: str) -> BaseDistribution:
-        node = self.nodes[name]
-        try:
-            now = OmegaConf.select(self.base, node.key)
-        except OmegaConfBaseException:  # not even the form of a key
-            now = None
-        if not isinstance(now, int | float) or isinstance(now, bool):
-            raise UserError(f"search.space.{name}.key = {node.key}: not the key of a number")
-        kind = IntDistribution if isinstance(now, int) else FloatDistribution
-        try:
-            return kind(type(now)(node.low), type(now)(node.high), log=node.log)
-        except ValueError as error:
-            raise UserError(f"search.space.{name}: {error}") from error
-
-    def place(self, params: dict[str, Any]) -> DictConfig:
-        """The config of a run at this place."""
-        config = self.base.copy()
-        for name, value in params.items():
-            OmegaConf.update(config, self.nodes[name].key, value)
-        return config
 
 
 def _fingerprint(base: DictConfig, options: DictConfig) -> str:
@@ -134,16 +75,16 @@ def _first_bytes(path: Path, number: int) -> bytes:
         return file.read(number)
 
 
-def _open(path: Path, name: str, asked: str) -> optuna.Study:
+def _open(path: Path, name: str, fingerprint: str) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # an address, sqlite:///<path>, would give ?, #, % and braces of the path a meaning
     storage = optuna.storages.RDBStorage("sqlite://", {"creator": lambda: sqlite3.connect(path), "poolclass": NullPool})
     study = optuna.create_study(
         storage=storage, study_name=name, directions=["maximize", "minimize"], load_if_exists=True
     )
-    if study.user_attrs.setdefault("asked", asked) != asked:
+    if study.user_attrs.setdefault(FINGERPRINT, fingerprint) != fingerprint:
         raise UserError(f"search.study = {name}: holds another search ({path}); choose another name")
-    study.set_user_attr("asked", asked)
+    study.set_user_attr(FINGERPRINT, fingerprint)
     return study
 
 

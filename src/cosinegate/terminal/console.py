@@ -32,8 +32,8 @@ def cell(words: str) -> Text:
 def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Words in the first column, figures in the others."""
     table = Table(title=cell(title), title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
     for row in rows:
         table.add_row(*map(cell, row))
     terminal = Console()
@@ -41,9 +41,9 @@ def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]
     Console(width=max(terminal.width, widest)).print(table)  # rather wrapped by the terminal than cut off
 
 
-def bars(shares: list[float]) -> str:
+def bars(fractions: list[float]) -> str:
     """A letter a block: how many of the images compute it."""
-    return "".join(BARS[round(share * (len(BARS) - 1))] for share in shares)
+    return "".join(BARS[round(fraction * (len(BARS) - 1))] for fraction in fractions)
 
 
 def is_first_process() -> bool:
@@ -56,5 +56,5 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.2f}%"
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f}%"

@@ -23,7 +23,7 @@ def code(text: str) -> str:
     text = printable(text)
     if not re.search(r"[\\`|]", text):
         return f"`{text}`"
-    inside = re.sub(r"[^\w ./=,:-]|_", lambda found: f"&#{ord(found[0])};", text)
+    inside = re.sub(r"[^\w ./=,:-]|_", lambda match: f"&#{ord(match[0])};", text)
     return f"<code>{inside}</code>"
 
 

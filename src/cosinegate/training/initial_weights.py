@@ -36,7 +36,7 @@ def load_initial_weights(
         if record is not None and not is_finished and Path(run).is_dir():
             raise UserError(f"is not trained to its end ({record.status}): train it, or give one of its checkpoints")
         source, trained_with = load_checkpoint(path)
-        wanted, given = (leaves(primitives(one)) for one in (config, trained_with))
+        wanted, given = (leaves(primitives(each)) for each in (config, trained_with))
         for name, value in wanted.items():  # held-out images must be the same, or some were learned from
             if name.startswith(ALIKE) and given[name] != value:
                 raise UserError(f"was trained with {name} = {given[name]}, and this run has {value}: must be the same")

@@ -50,9 +50,9 @@ def build_trainer(
         arguments["profiler"] = PROFILERS[profiler](dirpath=metrics.folder, filename="profile")
     torch.utils.deterministic.fill_uninitialized_memory = False  # deterministic algorithms without filling every buffer
     try:
-        extra = _made(config.callbacks, L.Callback)
+        extra = _instances(config.callbacks, L.Callback)
         loggers = [metrics] if metrics is not None else []
-        loggers += _made(config.logger, L.loggers.Logger)
+        loggers += _instances(config.logger, L.loggers.Logger)
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise UserError(f"callbacks or logger: {' '.join(str(cause).split())}") from error
@@ -63,21 +63,23 @@ def build_trainer(
         if isinstance(bar, L.callbacks.RichProgressBar):
             count_from_one(bar)
     on_cpu = _on_cpu(config.trainer.accelerator)
-    plugins = [AtomicCheckpoints(), *([SyncBatchNormOnCPU()] if config.trainer.sync_batchnorm and on_cpu else [])]
+    plugins = [AtomicCheckpoints(), *([SyncBatchNormOnCPU()] if on_cpu else [])]
     arguments |= {"callbacks": [*first, *extra, *last], "logger": loggers or False, "plugins": plugins}
+    # without a warning of few batches; BatchNorm sees the batch of all devices
+    arguments |= {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "sync_batchnorm": True}
     try:
         return L.Trainer(**arguments, enable_checkpointing=metrics is not None)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"trainer ({_described(config.trainer)}): {' '.join(str(error).split())}") from error
 
 
-def _made(nodes: DictConfig, kind: type) -> list[Any]:
+def _instances(nodes: DictConfig, kind: type) -> list[Any]:
     """What the nodes name by `_target_`; null leaves one out."""
-    made = {name: instantiate(node) for name, node in nodes.items() if node is not None}
-    for name, one in made.items():
-        if not isinstance(one, kind):
+    objects = {name: instantiate(node) for name, node in nodes.items() if node is not None}
+    for name, instance in objects.items():
+        if not isinstance(instance, kind):
             raise UserError(f"{name} = {nodes[name]}: is no lightning {kind.__name__}")
-    return list(made.values())
+    return list(objects.values())
 
 
 @contextlib.contextmanager
@@ -120,7 +122,7 @@ def check_batches(config: DictConfig, trainer: L.Trainer, data: ImageData, job: 
 
 
 def check_limit(key: str, limit: int | float | None, batches: int) -> None:
-    """Ends with one line where a share of so many batches is not one of them."""
+    """Ends with one line where a fraction of so many batches is less than one of them."""
     if isinstance(limit, float) and int(batches * limit) == 0:
         least = math.ceil(1000 / batches) / 1000
         raise UserError(f"{key} = {limit:g}: there are {batches} batches; at least {least:g}, or a number of batches")
