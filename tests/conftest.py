@@ -3,41 +3,47 @@
 import functools
 import gc
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from omegaconf import DictConfig
-from warm import Started, draw_no_curves, serve_commands
+from warm import Started, draw_no_curves, serve_commands, worker_command
 from xdist.scheduler import LoadScopeScheduling
 
-import cosinegate.config.checks  # noqa: F401 (registers the schema)
-from cosinegate import cli, train
-from cosinegate.data.loader import Normalisation
+if TYPE_CHECKING:  # the process that starts the workers does without
+    import torch
+    from omegaconf import DictConfig
 
 ROOT = Path(__file__).parents[1]
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "PATH": "/nonexistent"}
 
-FOLDER = re.compile(r"(run_dir|runs_dir)=([\w/-]+)")
+GROUPS = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
 
 
-def config(*overrides: str, config_name: str = "train") -> DictConfig:
-    """The config that a command line with these overrides would give. Composed once; a run's folder is put in after."""
-    folders = [found for word in overrides if (found := FOLDER.fullmatch(word))]
-    others = tuple(word for word in overrides if not FOLDER.fullmatch(word))
-    composed = _composed(others, config_name).copy()
-    for found in folders:
-        composed[found[1]] = found[2]
-    return composed
+def config(*overrides: str, config_name: str = "train") -> "DictConfig":
+    """The config that a command line with these overrides would give.
+
+    What they choose of conf/ is composed once. As Hydra does it, values are set in what was composed.
+    """
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from cosinegate.config.checks import require_schema
+
+    values = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in GROUPS]
+    chosen = _composed(tuple(word for word in overrides if word not in values), config_name).copy()
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), chosen)
+    require_schema(chosen)
+    return chosen
 
 
 @functools.cache
-def _composed(overrides: tuple[str, ...], config_name: str) -> DictConfig:
-    return cli.compose(*overrides, config_name=config_name)
+def _composed(choices: tuple[str, ...], config_name: str) -> "DictConfig":
+    from cosinegate import cli
+
+    return cli.compose(*choices, config_name=config_name)
 
 
 # begun first, so that no worker ends long after the others
@@ -52,13 +58,11 @@ NUMERIC += ["properties", "routes", "runtime", "torchvision"]
 
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
-torch.set_num_threads(THREADS)
-draw_no_curves()
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the process that starts the workers, or the only one
-        serve_commands()
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    serve_commands()
+    for spec in specs:
+        spec.python = worker_command()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,6 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.numeric)
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    draw_no_curves()
     gc.freeze()  # what was imported stays: looking through it again and again takes a tenth of the time
 
 
@@ -137,11 +142,15 @@ def assert_one_line(done: subprocess.CompletedProcess, *fragments: str) -> None:
 @pytest.fixture(autouse=True)
 def own_threads() -> None:
     """A command that an earlier test ran in this process may have set another number."""
+    import torch
+
     torch.set_num_threads(THREADS)
 
 
 @pytest.fixture
-def rng() -> torch.Generator:
+def rng() -> "torch.Generator":
+    import torch
+
     return torch.Generator().manual_seed(7)
 
 
@@ -160,6 +169,11 @@ def in_double(monkeypatch) -> str:
     """The override that trains in double precision, here from the first draw on, so that every processor has the same
     figures: float32 weights and pixels differ in their last digit, and steps at a rate of 0.1 magnify it.
     """
+    import torch
+
+    from cosinegate import train
+    from cosinegate.data.loader import Normalisation
+
     build = train.build_module
 
     def build_in_double(config):
@@ -169,7 +183,7 @@ def in_double(monkeypatch) -> str:
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+    def normalise(self, pixels: "torch.Tensor") -> "torch.Tensor":
         return (pixels.double() * self.scale + self.shift).permute(0, 3, 1, 2)
 
     monkeypatch.setattr(train, "build_module", build_in_double)

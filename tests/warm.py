@@ -1,4 +1,5 @@
-"""Starts the project's command lines as processes forked from one that has imported what they import.
+"""Starts the project's command lines, and the workers of a test run, as processes forked from one that is warm: it has
+imported what they import, and has trained a few steps.
 
 A process of its own, with its own arguments, environment, streams, signals and exit code, in tenths of a second instead
 of the eight that the imports take. What imports themselves do is tested by the commands that are started afresh; those
@@ -12,24 +13,32 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = "COSINEGATE_WARM_PROCESS"
 # not onnxruntime: a process forked from one that has it does not end
 ROOMS = ["train", "sweeps.search", "sweeps.jobs", "evaluate", "analysis.pareto", "analysis.peers", "report.page"]
+ROOMS += ["report.dashboard"]
 ROOMS = [*(f"cosinegate.{room}" for room in ROOMS), "sklearn.datasets", "wandb.sdk.launch"]  # wandb.init imports that
+ROOMS += ["playwright.sync_api", "timm"]  # of tests
 
 
 class Started:
@@ -48,14 +57,13 @@ class Started:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 closed with the object
         reading, writing = os.pipe()
         told, telling = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
         if output is not None:
             os.dup2(os.open(output, os.O_WRONLY), writing)
-        streams = [writing, writing if merged else self._errors.fileno(), telling]
-        request = {"command": command, "cwd": str(cwd), "environment": environment, "closed": closed}
-        with _connected() as server:
-            socket.send_fds(server, [json.dumps(request).encode()], streams)
-        os.close(writing)
-        os.close(telling)
+        errors = writing if merged else self._errors.fileno()
+        _ask(command, cwd, environment, closed, [nothing, writing, errors, telling])
+        for fd in (nothing, writing, telling):
+            os.close(fd)
         self.stdout: IO[str] = open(reading)  # noqa: SIM115
         self._told = open(told)  # noqa: SIM115
         self.pid = int(self._told.readline())
@@ -102,10 +110,31 @@ def serve_commands() -> None:
     os.environ[ADDRESS] = address[1:]
 
 
-def _connected() -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect("\0" + os.environ[ADDRESS])
-    return connection
+def worker_command() -> str:
+    """The interpreter of a worker, as xdist takes it."""
+    return shlex.join([sys.executable, __file__])
+
+
+def _stand_in(program: str) -> None:
+    """Has a worker forked, which takes this process's streams, and ends as it does."""
+    told, telling = os.pipe()
+    _ask(["-c", program], Path.cwd(), dict(os.environ), (), [0, 1, 2, telling])
+    for fd in (0, 1):
+        os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    os.close(telling)
+    with open(told) as lines:
+        *_, code = lines
+    sys.exit(int(code))
+
+
+def _ask(command: list[str], cwd: Path, environment: dict[str, str], closed: tuple[int, ...], fds: list[int]) -> None:
+    """Has it forked, with these as stdin, stdout, stderr and where its process id and its exit code are written."""
+    if ADDRESS not in os.environ:  # no process before this one needed it
+        serve_commands()
+    request = {"command": command, "cwd": str(cwd), "environment": environment, "closed": closed}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect("\0" + os.environ[ADDRESS])
+        socket.send_fds(server, [json.dumps(request).encode()], fds)
 
 
 def _next_command(listening: socket.socket, ends: int) -> list[str]:
@@ -117,7 +146,7 @@ def _next_command(listening: socket.socket, ends: int) -> list[str]:
             listening.close()
             sys.exit()
         with listening.accept()[0] as connection:
-            message, (*streams, telling), *_ = socket.recv_fds(connection, 1 << 18, 3)
+            message, (*streams, telling), *_ = socket.recv_fds(connection, 1 << 18, 4)
         if os.fork() == 0:
             break
         for fd in (*streams, telling):
@@ -135,7 +164,7 @@ def _next_command(listening: socket.socket, ends: int) -> list[str]:
             os.write(telling, f"{code}\n".encode())
         os._exit(0)
     os.close(telling)
-    for place, fd in enumerate(streams, start=1):
+    for place, fd in enumerate(streams):
         os.dup2(fd, place)
     for fd in set(streams):
         os.close(fd)
@@ -145,6 +174,7 @@ def _next_command(listening: socket.socket, ends: int) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     encoding = os.environ.get("PYTHONIOENCODING")
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115 as Python opens them itself
     sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
     for fd in request["closed"]:
@@ -163,23 +193,67 @@ def _serve() -> None:
     sys.path[0] = str(ROOT / "src")
     from cosinegate import cli  # before what it makes safe to import
 
+    show, warnings.showwarning = warnings.showwarning, lambda *what, **more: None
     for room in ROOMS:
         importlib.import_module(room)
+    warnings.showwarning = show
     draw_no_curves()
     _compose_once()
-    cli.compose("+experiment=digits")  # Hydra has found its plugins then, and its grammar has its tables
+    with _silently():
+        _train_once(cli.compose("+experiment=digits"))  # Hydra has found its plugins, its grammar has its tables
+        _export_once()
     media = importlib.import_module("wandb.sdk.data_types._private").MEDIA_TMP
     media.cleanup()
     script, *arguments = _next_command(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
-    if any("wandb" in word for word in arguments):
+    if script == "-c" or any("wandb" in word for word in arguments):
         media.__init__("wandb-media")  # a folder that wandb makes when it is imported, and removes when a process ends
-    if script == "-m":
+    if script == "-c":
+        sys.argv = [script]
+        sys.warnoptions.clear()  # pytest has its own, as long as nobody asked for others
+        warnings.simplefilter("ignore", ResourceWarning)
+        _end_with(lambda: exec(arguments[0], {"__name__": "__main__"}))
+    elif script == "-m":
         script, *arguments = arguments
         sys.argv = [script, *arguments]
         _end_with(lambda: runpy.run_module(script, run_name="__main__", alter_sys=True))
     else:
         sys.argv = [script, *arguments]
         _end_with(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+@contextlib.contextmanager
+def _silently() -> Iterator[None]:
+    """Leaves no word and no setting behind."""
+    import torch
+
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels, said = [logger.level for logger in loggers], os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with warnings.catch_warnings(action="ignore"):
+        yield
+    os.dup2(said, 1)
+    os.close(said)
+    torch.use_deterministic_algorithms(False)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def _train_once(config: "DictConfig") -> None:
+    """What PyTorch and lightning prepare in a process's first run is there then."""
+    from cosinegate.train import train
+
+    with tempfile.TemporaryDirectory() as folder:
+        config.runs_dir, config.trainer.max_epochs, config.trainer.limit_train_batches = folder, 1, 1
+        train(config)
+
+
+def _export_once() -> None:
+    """What the exporter imports and looks up is there then."""
+    import torch
+
+    layer, images = torch.nn.Conv2d(1, 1, 1).eval(), torch.zeros(3, 1, 8, 8)
+    batch = torch.export.Dim("batch", min=1)
+    torch.onnx.export(layer, (images,), dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
 
 
 def _compose_once() -> None:
@@ -212,4 +286,4 @@ def _end_with(command: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _stand_in(sys.argv[-1]) if "-c" in sys.argv else _serve()

@@ -193,12 +193,20 @@ def is_mild(value: Any) -> bool:
     return not isinstance(value, float) or value == 0 or 1e-8 <= abs(value) <= LARGEST / 10
 
 
+EVALUATES = {"trainer.limit_val_batches", "trainer.limit_test_batches", "trainer.num_sanity_val_steps"}
+
+
+def fit(values: dict[str, Any]) -> bool:
+    """Whether they may be tried in one run: all images one by one take long."""
+    return values.get("data.eval_batch_size") != 1 or not EVALUATES & set(values)
+
+
 def groups(chosen: list[tuple[str, Any]], size: int) -> list[list[tuple[str, Any]]]:
     """Lots of so many, in which no key is twice."""
     random.Random(0).shuffle(chosen)
     made: list[list[tuple[str, Any]]] = []
     for key, value in chosen:
-        free = (lot for lot in made if len(lot) < size and key not in dict(lot))
+        free = (lot for lot in made if len(lot) < size and key not in dict(lot) and fit(dict([*lot, (key, value)])))
         lot = next(free, None)
         if lot is None:
             made.append(lot := [])

@@ -28,6 +28,8 @@ from cosinegate.networks.network import Step
 from cosinegate.runs.files import replacing
 from cosinegate.terminal.errors import UserError
 
+LARGEST_BATCH = 2**63 - 2  # that exits allow: of one more the network would be traced a second time
+
 
 class BatchForm(nn.Module):
     """Class scores (B, K) of any number of images and, where there are gates or exits, the route (B, N)."""
@@ -166,7 +168,7 @@ def write_onnx(form: BatchForm | OneImageForm, path: Path, shape: tuple[int, int
     """Exports for images (C, H, W), one or any number of them as the form takes, and checks the file."""
     form, one_image = form.eval().to(memory_format=torch.contiguous_format), isinstance(form, OneImageForm)
     images = torch.zeros(1 if one_image else 3, *shape)
-    dynamic = None if one_image else ({0: torch.export.Dim("batch", min=1)},)
+    dynamic = None if one_image else ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
     names = ["scores", "route"] if one_image or form.routes else ["scores"]
     with quietly():
         program = torch.onnx.export(

@@ -1,6 +1,8 @@
 """A run's folder: the config, metrics.csv (a row an epoch) and record.json, which holds what a table needs."""
 
+import copy
 import csv
+import functools
 import io
 import json
 import subprocess
@@ -205,16 +207,20 @@ def ended_early(record: Record) -> str | None:
 
 def provenance() -> dict[str, Any]:
     """The program of a run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--verify", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    changed = subprocess.run(
-        ["git", "status", "--porcelain"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
+    return copy.deepcopy(_program()) | {"command": " ".join(sys.argv), "overrides": overrides}
+
+
+@functools.cache
+def _program() -> dict[str, Any]:
+    """The program that this process runs, whatever is installed or committed while it does."""
+    folder = Path(__file__).parent
+    commit, changed = (
+        subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+        for words in (["rev-parse", "--verify", "HEAD"], ["status", "--porcelain"])
     )
     return {
         "versions": {"python": sys.version.split()[0]} | {package: version(package) for package in PACKAGES},
         "git_commit": commit.stdout.strip() or None,
         "git_changed": bool(changed.stdout.strip()) if commit.returncode == 0 else None,
-        "command": " ".join(sys.argv),
-        "overrides": list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None,
     }
