@@ -1,6 +1,6 @@
-"""Train, compile, export and time a network, one after the other: `python src/quickstart.py +experiment=quickstart`.
+"""Train, compile, export and time a network: `python src/quickstart.py +experiment=quickstart`.
 
-Takes what src/train.py takes.
+It takes the same overrides as src/train.py.
 """
 
 import sys

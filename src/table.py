@@ -1,4 +1,4 @@
-"""Every gate beside the others, into runs/figures: `python src/table.py`, or `make table`."""
+"""A table of every gate, into runs/figures: `python src/table.py`, or `make table`."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""Runs an entry point under Hydra. A person's mistake ends as one line on stderr, with exit code 2."""
+"""Runs an entry point under Hydra. A person's mistake prints one line on stderr and exits with code 2."""
 
 import argparse
 import dataclasses
@@ -42,7 +42,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
-    """Composes `conf/<config_name>.yaml` with the command line, checks it, and hands it to the task."""
+    """Composes `conf/<config_name>.yaml` with the command line, checks the config, and calls the task with it."""
     started_by, composed = os.getpid(), False
 
     def guarded(config: DictConfig) -> Any:
@@ -82,7 +82,7 @@ def run(task: Callable[[DictConfig], Any], config_name: str) -> None:
 
 
 def _run_task(task: Callable[[DictConfig], Any], config: DictConfig, config_name: str, started_by: int) -> Any:
-    """Checks the config before the task imports torch, and ends with one line about what a person got wrong."""
+    """Checks the config before the task imports torch, and ends the program with one line for a person's mistake."""
     if os.getppid() == started_by:  # a worker of a parallel sweep
         end_with(started_by)
         make_lossy()
@@ -111,7 +111,7 @@ def _run_task(task: Callable[[DictConfig], Any], config: DictConfig, config_name
 
 
 def _refuse_sweeps(config_name: str) -> None:
-    """Ends with one line where a command other than train is asked for a multirun."""
+    """Ends the program with one line if a command other than train is called with a multirun."""
     if "+sweeps=wandb" in sys.argv:
         end(UserError("+sweeps=wandb: that file is W&B's own; start it with: wandb sweep sweeps/wandb.yaml"))
     script = Path(sys.argv[0]).name
@@ -122,7 +122,7 @@ def _refuse_sweeps(config_name: str) -> None:
 
 
 def _end_where_output_was_lost(trained: bool) -> None:
-    """What was trained is in its folder; what another command printed was to be read."""
+    """Prints one line, or fails, if stdout could not be written: a trained run has its folder, other output is lost."""
     words = lost_output()
     if words is not None and trained:
         print(f"what was printed could not be written ({words}); the run's folder has everything", file=sys.stderr)
@@ -131,7 +131,7 @@ def _end_where_output_was_lost(trained: bool) -> None:
 
 
 def check_surroundings() -> None:
-    """Ends with one line where the command line or the environment would trip up what is loaded later."""
+    """Ends the program with one line if the command line or the environment would break what is imported later."""
     make_lossy()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal without our letters shows a question mark
@@ -156,12 +156,12 @@ def check_surroundings() -> None:
 
 
 def _with_home(word: str) -> str:
-    """A shell expands ~ at a word's beginning alone, and Hydra's grammar has none."""
+    """Expands ~ behind a key, where neither a shell nor Hydra does."""
     return re.sub(r"(?<=[=\[,\"'])~[\w.-]*(?=/)", lambda match: os.path.expanduser(match[0]), word)
 
 
 def explained(config_name: str) -> str:
-    """Every key of a command with its default and what it is for."""
+    """Returns every key of a command with its default and what it is for."""
     usage = (CONF / f"{config_name}.yaml").read_text().splitlines()[0]
     return "\n".join([usage, "", *map(_explained_key, dataclasses.fields(COMMANDS[config_name]))])
 
@@ -173,13 +173,13 @@ def _explained_key(key: dataclasses.Field) -> str:
 
 
 def current_job() -> str | None:
-    """Which job of a multirun this is, in words; None outside of one."""
+    """Returns the name of the job in a multirun, or None."""
     hydra_config = HydraConfig.get()
     return hydra_config.job.name if hydra_config.mode is RunMode.MULTIRUN else None
 
 
 def why_it_ended(error: Exception, config: DictConfig) -> str:
-    """One line of what ended a job. Of what no person did wrong the run's folder keeps the rest."""
+    """Returns one line about what ended a job. A traceback that is no person's mistake goes to the run's folder."""
     if isinstance(error, UserError | HydraException | OmegaConfBaseException):
         return one_line(error)
     words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -195,7 +195,7 @@ def why_it_ended(error: Exception, config: DictConfig) -> str:
 
 
 def compose(*overrides: str, config_name: str = "train") -> DictConfig:
-    """The config that an entry point, `src/train.py` if not another, would get with these overrides."""
+    """Returns the config that an entry point (src/train.py by default) would get with these overrides."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose(config_name, list(overrides))
@@ -223,14 +223,15 @@ def _end_stopped(stopped: Stopped) -> NoReturn:
 
 
 def _says_nothing() -> bool:
-    """Of several processes that end together the first one says why, and has the exit code: where another one ends with
-    a code, lightning kills the first.
+    """Returns whether another process prints the line and has the exit code.
+
+    Of several processes it is the first: lightning would kill it if another one exited with a code.
     """
     return int(os.environ.get("LOCAL_RANK", 0)) > 0
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, with the key, without the advice that a closed schema makes wrong."""
+    """Returns what went wrong in one line that names the key."""
     return printable(" ".join(_words(error).split()))
 
 

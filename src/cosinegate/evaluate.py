@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint, or what was exported of one, with hard gates."""
+"""Evaluates a checkpoint, an export or exits with hard gates."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from cosinegate.training.trainer import build_trainer, check_limit, lightning_mi
 
 
 def evaluate(options: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tuple[str, ...]]:
-    """What the test set shows of a network: as plain values, as the routing summary, and the names of the classes."""
+    """Returns the results of the test set as plain values, the routing summary, and the names of the classes."""
     quiet()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -48,7 +48,7 @@ def evaluate(options: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, t
 
 
 def load_module(run: str, checkpoint: Checkpoint | None) -> tuple[Path, LitCosineGate, DictConfig, str]:
-    """The path, module, config and name of a run, a checkpoint, or a folder of an export or of exits."""
+    """Returns path, module, config and name of a run, a checkpoint, or a folder of an export or of exits."""
     if not is_written_network(Path(run)):
         path = chosen_path(run, checkpoint)
         module, config = load_checkpoint(path)
@@ -75,6 +75,7 @@ def _result(
     flops: dict[str, float],
     classes: tuple[str, ...],
 ) -> dict[str, Any]:
+    """Returns the results as plain values, for JSON."""
     cir = [None] * len(summary.open) if summary.cir is None else [c if c == c else None for c in summary.cir.tolist()]
     accuracies = summary.correct / summary.count.clamp_min(1)
     return facts | {
@@ -96,7 +97,7 @@ def _result(
 
 
 def find_routes(module: LitCosineGate, config: DictConfig, limit_batches: Any = None) -> tuple[Routes, ImageData]:
-    """The route of every test image, and the data that they are the places of."""
+    """Returns the route of every test image, and the data that its indices refer to."""
     quiet()
     data, collector = ImageData(config.data, config.seed), RouteCollector()
     _test(module, config, data, [collector], "cpu", limit_batches)
@@ -111,7 +112,7 @@ def _test(
     accelerator: str,
     limit_batches: Any,
 ) -> dict[str, float]:
-    """Runs the test set through the module on one device, with these callbacks alone."""
+    """Runs the test set through the module on one device, with only these callbacks."""
     config.callbacks, config.logger = {}, {}
     config.trainer.accelerator, config.trainer.strategy = accelerator, "auto"
     config.trainer.devices = config.trainer.num_nodes = 1
@@ -124,7 +125,7 @@ def _test(
 
 
 def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ...]) -> None:
-    """The same for a person."""
+    """Prints the results for a person."""
     flops = result["flops"]
     console.say(f"{result['experiment']} on {result['data']}: {result['images']} test images, {result['checkpoint']}")
     console.say(f"accuracy {console.percent(result['accuracy'])}   loss {result['loss']:.4f}")
@@ -138,7 +139,7 @@ def show(result: dict[str, Any], summary: RoutingSummary, classes: tuple[str, ..
 
 
 def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
-    """Class x block: the fraction of a class's images that compute each block."""
+    """Prints class x block: the fraction of each class's images that compute each block."""
     table = Table(title="fraction of the images that compute each block", title_justify="left")
     table.add_column("class")
     table.add_column("accuracy", justify="right")

@@ -1,7 +1,7 @@
-"""The geometry of a residual block: three dot products a sample, and what follows from them.
+"""The geometry of a residual block: three dot products for each sample, and what follows from them.
 
-With s the identity path and r = F(x) the residual, everything the gate and the consistency term need is
-a = <s,s>, b = <s,r>, c = <r,r>. No feature map is normalised, flattened into another layout or copied.
+With s the identity path and r = F(x) the residual, the gate and the consistency term need only a = <s,s>, b = <s,r>, c
+= <r,r>. No feature map is normalised, flattened into another layout or copied.
 """
 
 import math
@@ -30,7 +30,7 @@ LIBRARY.define("statistics(Tensor x) -> Tensor")
 
 @torch.library.impl(LIBRARY, "three_dots", "CompositeExplicitAutograd")
 def three_dots(s: Tensor, r: Tensor) -> Tensor:
-    """(3, B): <s,s>, <s,r>, <r,r> of two (B, D) matrices. An operator of its own so that FLOP counters see it."""
+    """Returns (3, B): <s,s>, <s,r>, <r,r> of two (B, D) matrices. A custom operator, so that FLOP counters see it."""
     if s.dtype in (torch.float16, torch.bfloat16):  # thousands of terms: half precision would overflow or lose them
         s, r = s.float(), r.float()
     aa = torch.linalg.vector_norm(s, dim=1).square_()
@@ -68,21 +68,21 @@ class _DotProducts(torch.autograd.Function):
 
 
 def rows(*maps: Tensor) -> list[Tensor]:
-    """Each (B, ...) as (B, D), all in one order: in memory order, without a copy, where all are channels_last."""
+    """Returns each (B, ...) as (B, D), all in one order; without a copy if all are channels_last."""
     if all(x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) for x in maps):
         maps = tuple(x.permute(0, 2, 3, 1) for x in maps)
     return [x.flatten(1) for x in maps]
 
 
 def global_average_pool(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C). Summed in channels_last order and scaled after, its gradient is a view, not a map."""
+    """Returns the mean (B, C) of (B, C, H, W), computed so that its gradient is a view instead of a map."""
     if torch.compiler.is_compiling():
         return x.mean((2, 3))
     return x.permute(0, 2, 3, 1).flatten(1, 2).sum(1) / (x.shape[2] * x.shape[3])
 
 
 def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
-    """s, r and their dot products. Go on with the s and r it returns: their gradients join in one fused backward."""
+    """Returns s, r and their dot products. Use the returned s and r: their gradients join in one fused backward."""
     if torch.compiler.is_compiling():  # an exporter or a compiler takes plain operators alone
         a, b, c = three_dots(*rows(s, r)).unbind()
         return s, r, Dots(a, b, c, torch.zeros_like(b))
@@ -91,7 +91,7 @@ def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
 
 
 def pooled_statistics(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, 3C): each channel's mean, standard deviation and maximum. Constants to autograd."""
+    """Returns each channel's mean, standard deviation and maximum, (B, C, H, W) -> (B, 3C), without gradients."""
     if torch.compiler.is_compiling():  # in as few operators as can be: for one image each takes as long as any other
         mean = x.mean((2, 3), keepdim=True)
         std = torch.linalg.vector_norm(x - mean, dim=(2, 3)) / math.sqrt(x.shape[2] * x.shape[3])
@@ -116,7 +116,7 @@ def _statistics_flops(x_shape: torch.Size, *args, **kwargs) -> int:
 
 
 def cosine(inner: Tensor, square_u: Tensor, square_v: Tensor) -> Tensor:
-    """<u,v> / (|u| |v|), and 0 without a gradient where u or v is zero. What is no number stays none."""
+    """Returns <u,v> / (|u| |v|); 0, without a gradient, where u or v is zero; nan where either is."""
     defined = ~((square_u <= TINY) | (square_v <= TINY))
     one = torch.ones_like(square_u)
     norms = torch.where(defined, square_u, one).sqrt() * torch.where(defined, square_v, one).sqrt()

@@ -10,9 +10,9 @@ from cosinegate.hardware.processes import Share
 
 
 def gumbel_difference(like: Tensor, share: Share | None = None) -> Tensor:
-    """g_1 - g_0 of two independent Gumbel samples: a logistic variable, which takes one uniform sample, not two.
+    """Returns g_1 - g_0 of two Gumbel samples, a logistic variable, drawn from one uniform sample.
 
-    With a `share` of a global batch (B,), all processes draw for the whole of it and each takes its part.
+    With a `share` of a global batch (B,), all processes draw for the whole batch and each takes its part.
     """
     if share is None:
         return torch.logit(torch.rand_like(like), eps=1e-6)
@@ -22,7 +22,7 @@ def gumbel_difference(like: Tensor, share: Share | None = None) -> Tensor:
 
 
 def relax(logit: Tensor, noise: Tensor | float, temperature: float, hard: bool) -> Tensor:
-    """softmax(([0, ℓ] + g) / τ) of the residual class, where `noise` is g_1 - g_0. All (B,).
+    """Returns softmax(([0, ℓ] + g) / τ) of the residual class, where `noise` is g_1 - g_0. All are (B,).
 
     `hard` rounds the value to 0 or 1 and keeps the relaxed gradient (straight-through).
     """
@@ -31,12 +31,12 @@ def relax(logit: Tensor, noise: Tensor | float, temperature: float, hard: bool) 
 
 
 def threshold_gate(logit: Tensor, threshold: float) -> Tensor:
-    """1 where σ(ℓ) > δ, else 0."""
+    """Returns 1 where σ(ℓ) > δ, else 0."""
     return (torch.sigmoid(logit) > threshold).to(logit.dtype)
 
 
 def anneal(annealing: Annealing, start: float, end: float, progress: float) -> float:
-    """The temperature when a share `progress` of the run is over."""
+    """Returns the temperature when the fraction `progress` of the run is over."""
     if annealing is Annealing.linear:
         return start + (end - start) * progress
     if annealing is Annealing.exponential:
@@ -47,7 +47,7 @@ def anneal(annealing: Annealing, start: float, end: float, progress: float) -> f
 
 
 class Relaxation(nn.Module):
-    """One for all gates of a network. Callbacks move its temperature and noise; evaluation uses neither."""
+    """Opens the gates of a network by their logits. Callbacks move temperature and noise; evaluation uses neither."""
 
     def __init__(self, temperature: float, hard: bool, threshold: float, noisy: bool = True) -> None:
         super().__init__()
@@ -59,11 +59,11 @@ class Relaxation(nn.Module):
 
     @property
     def threshold_logit(self) -> float:
-        """The logit above which the gate is open in evaluation."""
+        """Returns the logit above which the gate is open in evaluation."""
         return math.log(self.threshold / (1 - self.threshold))
 
     def forward(self, logit: Tensor) -> Tensor:
-        """How open each sample's gate is, (B,): z in training, 0 or 1 in evaluation."""
+        """Returns how open each sample's gate is, (B,): z in training, 0 or 1 in evaluation."""
         if not self.training:
             return threshold_gate(logit, self.threshold)
         noise = gumbel_difference(logit, self.share) if self.noisy else 0.0

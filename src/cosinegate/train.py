@@ -1,4 +1,4 @@
-"""Trains a run: the paper's Algorithm 1 with lightning around it. A stopped run goes on where it was."""
+"""Trains a run: the paper's Algorithm 1 with lightning around it. A stopped run resumes."""
 
 import tempfile
 
@@ -27,7 +27,7 @@ from cosinegate.training.trainer import build_trainer, check_batches, lightning_
 def train(config: DictConfig, job: str | None = None) -> Record:
     """Trains, evaluates with hard gates, and returns the run's record. A finished run is left as it is.
 
-    `job` says which of several jobs this is; then whoever started them shows the results.
+    `job` names the job among several; then the caller prints the results.
     """
     quiet()
     keep_freed_memory()
@@ -70,7 +70,7 @@ def train(config: DictConfig, job: str | None = None) -> Record:
 
 
 def try_a_few_batches(config: DictConfig) -> Record:
-    """Trains, validates and tests a few batches through everything that a run goes through, in a folder that goes."""
+    """Trains, validates and tests a few batches as a run would, in a temporary folder."""
     batches = int(config.trainer.fast_dev_run)
     short = {f"limit_{stage}_batches": batches for stage in ("train", "val", "test")}
     short |= {"fast_dev_run": False, "max_epochs": 1, "max_steps": -1, "overfit_batches": 0}

@@ -1,4 +1,4 @@
-"""Where Hydra looks for a sweeper. What it does is in `cosinegate.sweeps.jobs`."""
+"""The sweeper that Hydra loads. Its work is in `cosinegate.sweeps.jobs`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 
 class CosineGateSweeper(Sweeper):
-    """A grid and single points beside it, on any launcher; finished jobs are skipped, failed ones stop nothing."""
+    """A grid and single points, on any launcher. Finished jobs are skipped, and a failed one stops no other."""
 
     def __init__(self, params: dict[str, Any] | None, points: list[list[str]] | None, dry_run: bool) -> None:
         self.params = OmegaConf.to_container(params) if OmegaConf.is_config(params) else params or {}

@@ -1,1 +1,1 @@
-"""Reading run records and drawing what they hold."""
+"""Reads run records, and draws and tabulates what they hold."""

@@ -1,4 +1,4 @@
-"""Pareto frontier and hypervolume of points (cost, accuracy): less cost is better, more accuracy is better."""
+"""The Pareto frontier and the hypervolume of points (cost, accuracy): less cost and more accuracy are better."""
 
 import math
 
@@ -6,7 +6,7 @@ Point = tuple[float, float]
 
 
 def on_frontier(points: list[Point]) -> list[bool]:
-    """Whether no other point is at least as good in both and better in one. Equal points share their place."""
+    """Returns for each point whether no other is at least as good in both and better in one. Equal points agree."""
     kept: set[Point] = set()
     best = -math.inf
     for point in sorted(set(points), key=lambda point: (point[0], -point[1])):  # at equal cost the best comes first
@@ -17,7 +17,7 @@ def on_frontier(points: list[Point]) -> list[bool]:
 
 
 def hypervolume(points: list[Point], reference: Point) -> float:
-    """The area that the points dominate up to the reference; a point beyond it adds nothing."""
+    """Returns the area that the points dominate up to the reference; a point beyond it adds nothing."""
     cost, floor = reference
     area = 0.0
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):  # each point adds what rises above the last

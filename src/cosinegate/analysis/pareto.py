@@ -1,4 +1,4 @@
-"""Accuracy against compute over many runs: the figure, a table for people and one for machines."""
+"""Draws accuracy against compute over many runs, and writes the points as Markdown and as CSV."""
 
 import csv
 import io
@@ -37,7 +37,7 @@ MARGIN = 1.1  # the reference lies this far beyond the dense network, or beyond 
 
 
 def mark(configurations: list[Configuration], x: str) -> list[Configuration]:
-    """Those that have the cost, with their place on the frontier of the means."""
+    """Returns the configurations that have the cost, each marked as on or off the frontier of the means."""
     measured = [group for group in configurations if any(run.cost(x) is not None for run in group.runs)]
     for group, flag in zip(measured, on_frontier(points(measured, x)), strict=True):
         group.on_frontier = flag
@@ -49,7 +49,7 @@ def points(configurations: list[Configuration], x: str) -> list[Point]:
 
 
 def reference_point(configurations: list[Configuration], x: str) -> Point:
-    """The stated corner that a hypervolume is measured from."""
+    """Returns the corner (cost, accuracy) that a hypervolume is measured from."""
     dearest = max(group.cost(x)[0] for group in configurations) if x in ABSOLUTE else 1.0
     return MARGIN * dearest, CHANCE
 
@@ -68,12 +68,12 @@ def title(family: Family) -> str:
 
 
 def paths(family: Family, x: str, folder: Path) -> list[Path]:
-    """PNG, SVG, CSV and Markdown of one family of runs."""
+    """Returns the paths of one family's PNG, SVG, CSV and Markdown files."""
     return [folder / f"{stem(family, x)}.{kind}" for kind in ("png", "svg", "csv", "md")]
 
 
 def require_own_files(family: Family, x: str, folder: Path) -> None:
-    """Ends with one line where somebody else's file has one of the names."""
+    """Raises UserError where a file of another program has one of the names."""
     png, svg, table, text = paths(family, x, folder)
     require_own({table: HEADER, text: TABLE}, {png: MARK, svg: MARK})
 
@@ -89,7 +89,7 @@ def write_pareto(
 
 
 def draw(family: Family, configurations: list[Configuration], x: str, files: list[Path]) -> None:
-    """Every run, the mean of its seeds with its spread, the frontier as steps; the paper's points apart, as quoted."""
+    """Draws every run, the mean of its seeds with its spread, and the frontier; the paper's points apart, as quoted."""
     data, network, *_ = family
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained")
     axis.margins(x=0.12, y=0.08)
@@ -126,7 +126,7 @@ def draw(family: Family, configurations: list[Configuration], x: str, files: lis
 
 
 def _draw_runs(axis: Axes, configurations: list[Configuration], x: str, colour: str, marker: str) -> None:
-    """A small point a run, a large one with its spread a configuration."""
+    """Draws a small point for each run, and a large one with its spread for each configuration."""
     if not configurations:
         return
     runs = [run for group in configurations for run in group.runs if run.cost(x) is not None]
@@ -146,7 +146,7 @@ def _draw_runs(axis: Axes, configurations: list[Configuration], x: str, colour: 
 
 
 def _draw_frontier(axis: Axes, configurations: list[Configuration], x: str, quoted: list[Quoted]) -> None:
-    """The frontier as steps, with the names of its configurations, and those of the quoted points."""
+    """Draws the frontier as steps, and names its configurations and the quoted points."""
     best = [group for group in configurations if group.on_frontier]
     steps = sorted(points(best, x))
     axis.step(
@@ -158,7 +158,7 @@ def _draw_frontier(axis: Axes, configurations: list[Configuration], x: str, quot
 
 
 def _elsewhere(axis: Axes, configurations: list[Configuration]) -> list[plt.Line2D]:
-    """Where counting would have put a gated point, hollow, and where it was as trained, if compiling moved it."""
+    """Draws gated points at their counted FLOPs (hollow), and as trained (crosses) where compiling moved them."""
     hollow = {"marker": "o", "color": "C0", "fillstyle": "none", "linestyle": "", "label": "counted (the paper's)"}
     crossed = {"marker": "x", "color": "C0", "linestyle": "", "label": "executed as trained"}
     gated = [group for group in configurations if not group.is_dense]
@@ -173,7 +173,7 @@ def _elsewhere(axis: Axes, configurations: list[Configuration]) -> list[plt.Line
 
 
 def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
-    """Names points (x, accuracy, name, colour) on the side that has room; those that lie on each other together."""
+    """Writes the names of points (x, accuracy, name, colour) beside them; points at one place share a label."""
     axis.autoscale_view()
     left, right = axis.get_xlim()
     places: dict[tuple[float, float, str], list[str]] = {}
@@ -188,7 +188,7 @@ def _annotate(axis: Axes, words: list[tuple[float, float, str, str]]) -> None:
 
 
 def as_csv(configurations: list[Configuration]) -> str:
-    """A row a run."""
+    """Returns a CSV table with a row for each run."""
     rows = [_row(group, run) for group in configurations for run in group.runs]
     text = io.StringIO()
     table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -222,7 +222,7 @@ def _row(group: Configuration, run: Run) -> dict[str, Any]:
 
 
 def as_markdown(family: Family, configurations: list[Configuration], x: str, reference: Point, command: str) -> str:
-    """A row a configuration, the paper's figures in a table of their own, and how it was made."""
+    """Returns a Markdown table with a row for each configuration, the paper's figures apart, and the command."""
     quoted = QUOTED.get(family[0], [])
     area = hypervolume(points(configurations, x), reference)
     lines = [
@@ -255,7 +255,7 @@ def columns(x: str) -> list[str]:
 
 
 def rows(configurations: list[Configuration], x: str) -> list[list[str]]:
-    """A configuration a row, as words."""
+    """Returns the cells of each configuration's row as text."""
     return [
         [
             "★" if group.on_frontier else "",

@@ -1,6 +1,6 @@
-"""Every gate beside the others on one schedule: a table with the command of each row, and a figure.
+"""A table and a figure of every gate on one schedule, with the command of each row.
 
-What was measured here and what the paper quotes stand in columns of their own.
+Measured figures and those that the paper quotes have separate columns.
 """
 
 import itertools
@@ -48,7 +48,7 @@ HINT = "python src/train.py -m +sweeps={} trains some"
 
 
 def table(config: TableConfig, command: str) -> None:
-    """Writes the table and a figure beside it, from the records of the runs."""
+    """Writes the table, and a figure beside it, from the records of the runs."""
     hint = HINT.format(config.sweep or "peers")
     folders = chosen_folders(config, hint, alone=True)
     path = Path(config.path or Path(config.runs_dir) / FIGURES / f"{config.sweep or _name(folders)}.md")
@@ -69,18 +69,18 @@ def table(config: TableConfig, command: str) -> None:
 
 
 def _name(folders: list[Path]) -> str:
-    """Of the table: a folder of records is the table's own, as results/peers is."""
+    """Returns the table's file name: that of the one folder of records, or `peers`."""
     return folders[0].resolve().name if len(folders) == 1 else "peers"
 
 
 def reference(rows: list[Configuration]) -> Configuration | None:
-    """The dense network that FLOPs and times are ratios to: the largest that was trained."""
+    """Returns the dense network that FLOPs and times are ratios to: the largest that was trained."""
     dense = [row for row in rows if row.is_dense and row.first.flops.dense_per_image is not None]
     return max(dense, key=lambda row: row.first.flops.dense_per_image, default=None)
 
 
 def ratio(row: Configuration, to: Configuration | None, x: str) -> tuple[float, float | None] | None:
-    """Its cost over the dense network's; None where either is not known."""
+    """Returns the row's cost over the dense network's, or None where either is unknown."""
     if to is None or any(run.cost(x) is None for run in (*row.runs, *to.runs)):
         return None
     base = to.cost(x)[0]
@@ -88,12 +88,12 @@ def ratio(row: Configuration, to: Configuration | None, x: str) -> tuple[float, 
 
 
 def executed(row: Configuration, to: Configuration | None) -> tuple[float, float | None]:
-    """FLOPs that ran over the reference network's; without one, over those of the same network without gates."""
+    """Returns executed FLOPs over the reference network's, or over the same network's without gates."""
     return ratio(row, to, "trained_mflops") or row.cost("trained")
 
 
 def compiled(row: Configuration, to: Configuration | None) -> tuple[float, float | None] | None:
-    """FLOPs of the compiled network over the reference network's, of the seeds that have them; None where none has."""
+    """Returns the compiled network's FLOPs over the reference's, over the seeds that have them; None if none has."""
     known = [run for run in row.runs if run.cost("compiled") is not None]
     if not known:
         return None
@@ -108,7 +108,7 @@ def quotes(row: Configuration) -> list[Quoted]:
 
 
 def command_of(row: Configuration) -> str:
-    """What trains the row on any machine, whether a sweep or a command of its own has trained it."""
+    """Returns the command that trains the row on any machine."""
     record, seeds = row.first, sorted(run.record.seed for run in row.runs)
     overrides = record.overrides
     if overrides is None or any(_key(word) == "sweeps" and word not in POINTS_ALONE for word in overrides):
@@ -124,12 +124,12 @@ def _key(word: str) -> str:
 
 
 def _is_machines(word: str) -> bool:
-    """Whether it says where and how a run is kept or shown, and nothing of what it computes."""
+    """Returns whether an override only says where a run is kept or how it is shown."""
     return _key(word).startswith("hydra") or _key(word) in set(NOT_IDENTITY) - {"name", "seed"}
 
 
 def cells(row: Configuration, to: Configuration | None) -> dict[str, str]:
-    """The row by column."""
+    """Returns the row's cells by column."""
     record, latency = row.first, (1.0, None) if row is to else _time_ratio(row)
     dynamic, _ = row.over_seeds(lambda run: run.record.dynamic_blocks)
     paths, _ = row.over_seeds(lambda run: run.record.paths)
@@ -164,13 +164,13 @@ def _gate(record: Record) -> str:
 
 
 def _time_ratio(row: Configuration) -> tuple[float, float | None] | None:
-    """To the dense network that was timed in the same minutes; milliseconds of different minutes are not compared."""
+    """Returns the time ratio to the dense network that was timed in the same minutes."""
     timed = [run for run in row.runs if run.record.latency and run.record.latency.time_ratio is not None]
     return Configuration(timed).over_seeds(lambda run: run.record.latency.time_ratio) if timed else None
 
 
 def as_markdown(by_family: dict[Family, list[Configuration]], command: str, figure: str) -> str:
-    """A table for each data set, schedule and selection."""
+    """Returns a table for each data set, schedule and kind of validation."""
     lines = [TITLE, "", code(f"python {command}"), "", f"![accuracy against FLOPs]({quote(figure)})", ""]
     for family, rows in by_family.items():
         to = reference(rows)
@@ -205,7 +205,7 @@ def _words(quoted: list[Quoted]) -> str:
 
 
 def draw(by_family: dict[Family, list[Configuration]], path: Path) -> None:
-    """Accuracy against executed FLOPs, compiled where a row has it; hollow points are where counting puts a row."""
+    """Draws accuracy against executed FLOPs, compiled where a row has them; hollow points are counted FLOPs."""
     figure, axes = plt.subplots(
         1, len(by_family), figsize=(10 * len(by_family), 7), layout="constrained", squeeze=False
     )
@@ -226,7 +226,7 @@ def draw(by_family: dict[Family, list[Configuration]], path: Path) -> None:
 
 
 def _places(rows: list[Configuration]) -> list[tuple[str, float, float]]:
-    """Name, cost and accuracy in percent of every row's point."""
+    """Returns the name, cost and accuracy in percent of every row's point."""
     to = reference(rows)
     costs = [(compiled(row, to) or executed(row, to))[0] for row in rows]
     return [
@@ -250,7 +250,7 @@ def _draw_family(axis: Axes, rows: list[Configuration]) -> None:
 def name_points(
     axis: Axes, places: list[tuple[str, float, float]], others: Sequence[tuple[float, float]] = ()
 ) -> list[Annotation]:
-    """Each name beside its point, or as near as leaves every point, `others` too, and every other name free."""
+    """Places each name near its point so that it covers no point, `others` included, and no other name."""
     renderer = axis.figure.canvas.get_renderer()
     points = axis.transData.transform([*(place[1:] for place in places), *others])
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]

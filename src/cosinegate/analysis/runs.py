@@ -1,7 +1,6 @@
-"""Reads run records and puts together what may be compared: one data set, network, number of epochs that were trained,
-and selection.
+"""Reads run records and groups the runs that may be compared: one data set, network, number of epochs and validation.
 
-Costs in units of the dense network compare runs of one network; absolute ones compare networks too.
+Costs relative to the dense network compare runs of one network; absolute ones compare networks too.
 """
 
 import functools
@@ -46,7 +45,7 @@ Family = tuple[str, str, int | None, str]  # data set, network, epochs if known,
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run and the settings that made it."""
+    """A finished run with the settings that it was trained with."""
 
     folder: Path
     record: Record
@@ -84,7 +83,7 @@ EPOCHS = ("epochs.planned", "epochs.done")  # exits of a checkpoint without its 
 
 
 def read_run(folder: Path) -> Run | None:
-    """The run in a folder; None where it is not finished. Ends with a line where it cannot be read."""
+    """Returns the run in a folder, or None if it is not finished. Raises UserError if it cannot be read."""
     record = read_record(folder)
     if record is None or record.status != "finished":
         return None
@@ -93,7 +92,7 @@ def read_run(folder: Path) -> Run | None:
 
 
 def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[Run]:
-    """Every finished run below the folders, each once. What cannot be read is passed over with a line."""
+    """Returns every finished run below the folders once. A run that cannot be read is skipped with a line."""
     runs: dict[tuple[str, int], Run] = {}
     unfinished = 0
     for folder in run_folders(folders):
@@ -114,9 +113,9 @@ def find_runs(folders: Iterable[Path], complain: Callable[[str], None]) -> list[
 
 
 def run_folders(roots: Iterable[Path]) -> list[Path]:
-    """Every folder below the roots that has a record.json, once, under its own name rather than a link's.
+    """Returns every folder below the roots that has a record.json, once, under its own name rather than a link's.
 
-    Links are followed, but for those that lead back up.
+    Links are followed unless they lead to a parent folder.
     """
     seen: set[tuple[int, int]] = set()
     with_record, folders, links = [], list(roots), []
@@ -143,9 +142,9 @@ def run_folders(roots: Iterable[Path]) -> list[Path]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The run's config, flat, without what changes no figure.
+    """Returns the run's config with dotted keys, without keys that change no figure.
 
-    Read part by part: the configs of thousands of runs differ in few of their parts, and parsing is what takes time.
+    It is parsed part by part and cached: thousands of runs have most parts of their configs in common.
     """
     path = folder / "config.yaml"
     try:
@@ -174,14 +173,14 @@ def _flat(text: str) -> dict[str, Any]:
 
 @dataclass
 class Configuration:
-    """The runs that differ by their seed alone."""
+    """Runs that differ only in their seed."""
 
     runs: list[Run]
     label: str = ""
     on_frontier: bool = False
 
     def over_seeds(self, figure: Callable[[Run], float | None]) -> tuple[float, float | None]:
-        """Mean and, of two or more, standard deviation, of the runs that have it."""
+        """Returns the mean and, for two or more seeds, the standard deviation of a figure."""
         values = [value for run in self.runs if (value := figure(run)) is not None]
         mean = statistics.fmean(values)
         if len(values) == 1:
@@ -204,7 +203,7 @@ class Configuration:
 
 
 def families(runs: list[Run], x: str) -> dict[Family, list[Configuration]]:
-    """The runs by what may be compared, and in it by configuration, most accurate first, each with a label."""
+    """Returns the runs grouped by what may be compared, then by configuration, most accurate first, with labels."""
     sorted_runs: dict[Family, dict[str, list[Run]]] = {}
     for run in sorted(runs, key=lambda run: run.record.seed):
         data, network, epochs, chosen_on = run.family
@@ -230,7 +229,7 @@ def _labelled(groups: list[list[Run]]) -> list[Configuration]:
 
 
 def _usual(values: list[str]) -> str | None:
-    """The value that more than half have: it goes without saying."""
+    """Returns the value that more than half of the configurations have; labels leave it out."""
     common, count = Counter(values).most_common(1)[0]
     return common if 2 * count > len(values) else None
 
@@ -256,7 +255,7 @@ def _label(run: Run, usual: dict[str, str | None], experiments: bool, networks: 
 
 
 def mark_early(record: Record) -> str:
-    """What a table adds to the name of a run that ended before its schedule did, or saw a part of the images."""
+    """Returns what a table adds to the name of a run that ended early or was trained on a part of the images."""
     overfit = record.cut and record.cut.overfit_batches
     words = ended_early(record) or (overfit and f"trainer.overfit_batches={overfit}")
     return f" ({words})" if words else ""

@@ -1,4 +1,4 @@
-"""From run folders to the frontier's files, and the table in the terminal."""
+"""Reads run folders, writes the frontier's files, and prints tables of runs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ HINT = "make pareto SWEEP=quick trains some in minutes"
 
 
 def pareto(config: DictConfig, command: str) -> None:
-    """Reads the runs, writes a figure and tables for each family that can be compared, and shows the tables."""
+    """Reads the runs, and writes and prints a figure and a table for each family of runs that can be compared."""
     x = config.x.name
     folders = chosen_folders(config)
     skipped: list[str] = []
@@ -56,7 +56,7 @@ def pareto(config: DictConfig, command: str) -> None:
 
 
 def show(family: Family, configurations: list[Configuration], x: str) -> None:
-    """The table of one family, best first."""
+    """Prints the table of one family, best first."""
     table = Table(title=cell(plots.title(family)), title_justify="left", caption_justify="left")
     table.caption = "★ on the frontier" if x in ABSOLUTE else f"★ nothing else is more accurate at no more {x} FLOPs"
     for name in plots.columns(x):
@@ -71,15 +71,15 @@ def show(family: Family, configurations: list[Configuration], x: str) -> None:
 
 
 def show_runs(runs: list[Run]) -> None:
-    """The tables that end a sweep or a search."""
+    """Prints the tables that end a sweep or a search."""
     for family, configurations in families(runs, "counted").items():
         show(family, plots.mark(configurations, "counted"), "counted")
 
 
 def chosen_folders(config: DictConfig, hint: str = HINT, alone: bool = False) -> list[Path]:
-    """The folders that `runs` names, or those of the runs of a sweep; `hint` says what would make some.
+    """Returns the folders that `runs` names, or those of a sweep's runs; `hint` tells how to train some.
 
-    With `alone` also runs that commands of their own have trained for the sweep, with sweep=<name>.
+    With `alone`, runs that were started by themselves with sweep=<name> are included.
     """
     if config.sweep is None:
         names = [config.runs] if isinstance(config.runs, str) else config.runs
@@ -100,7 +100,7 @@ def chosen_folders(config: DictConfig, hint: str = HINT, alone: bool = False) ->
 
 
 def _asked_for(root: Path, sweep: str) -> Iterator[Path]:
-    """The folders of runs whose record names the sweep; what cannot be read names none."""
+    """Yields the folders of runs whose record names the sweep."""
     for folder in run_folders([root]):
         with contextlib.suppress(UserError):
             if getattr(read_record(folder), "sweep", None) == sweep:

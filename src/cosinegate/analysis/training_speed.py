@@ -1,7 +1,7 @@
-"""What training costs, as ratios measured in one run: the gate, the framework, the data pipeline, the start.
+"""Measures what training costs, as ratios: the gate, the framework, the data pipeline, the start.
 
-Times on a shared machine mean little, their ratios more: what is compared takes turns, step by step or run by run,
-and medians are taken.
+The speed of a shared machine drifts. So what is compared runs in turns, step by step or run by run, and medians are
+taken.
 """
 
 import copy
@@ -42,7 +42,7 @@ TRAIN = Path(__file__).parents[2] / "train.py"
 
 
 class Figure(NamedTuple):
-    """One measured figure and the bar it has to meet."""
+    """A measured figure and the bar that it has to meet."""
 
     what: str
     value: float
@@ -52,10 +52,10 @@ class Figure(NamedTuple):
 
 
 class Rival(L.Callback):
-    """Runs inside train.py: after each of its batches, one of the same kind in a bare PyTorch loop.
+    """A callback that runs, after each batch of train.py, a batch of the same kind in a bare PyTorch loop.
 
-    A machine's speed drifts over seconds, so the two take turns batch by batch. What an epoch takes beside the rival's
-    batches is train.py's own: loading, steps, validation, logging, record and checkpoints.
+    The time of an epoch without the rival's batches is train.py's own: loading, steps, validation, logging, record and
+    checkpoints.
     """
 
     def __init__(self, path: str) -> None:
@@ -87,7 +87,7 @@ RIVAL = f"{__name__}.{Rival.__name__}"
 
 
 class PilImages(Dataset):
-    """The training images as torchvision gives them: a PIL image at a time through its transforms."""
+    """The training images through torchvision's transforms, one PIL image at a time."""
 
     def __init__(self, data: ImageData) -> None:
         images, labels = data.splits["train"]
@@ -105,7 +105,7 @@ class PilImages(Dataset):
 
 
 def bench(options: TrainingSpeedConfig, gated: DictConfig, dense: DictConfig) -> list[Figure]:
-    """Every figure, for the gated and the dense config of the same network."""
+    """Returns every figure, for the gated and the dense config of the same network."""
     torch.set_num_threads(options.threads)
     keep_freed_memory()  # as train.py does: what is compared differs in the network or the framework alone
     data = ImageData(gated.data, seed=0)
@@ -121,7 +121,7 @@ def bench(options: TrainingSpeedConfig, gated: DictConfig, dense: DictConfig) ->
 
 
 def step_ratio(data: ImageData, gated: DictConfig, dense: DictConfig, steps: int) -> tuple[Figure, float]:
-    """A training step of the gated network against the dense one's, the two taking turns; and the dense seconds."""
+    """Returns the time of a gated training step over a dense one's, taken in turns, and the dense step's seconds."""
     seconds: dict[str, list[float]] = {"gated": [], "dense": []}
     modules = {"gated": build_module(gated), "dense": build_module(dense)}
     step = {name: bare_step(module.network, module.objective, gated.optimizer) for name, module in modules.items()}
@@ -137,7 +137,7 @@ def step_ratio(data: ImageData, gated: DictConfig, dense: DictConfig, steps: int
 
 
 def pipeline(data: ImageData, dense_seconds: float, steps: int) -> list[Figure]:
-    """The loader's time a batch against a dense step's, and its images/s against PIL transforms in a DataLoader."""
+    """Returns the loader's time for a batch over a dense step's, and its images/s over those of PIL transforms."""
     batches = _endless(data.train_dataloader())
     ours = statistics.median(_seconds(lambda: next(batches)) for _ in range(max(steps, 50)))
     size = data.config.batch_size
@@ -156,7 +156,7 @@ def pipeline(data: ImageData, dense_seconds: float, steps: int) -> list[Figure]:
 
 
 def framework_ratio(gated: DictConfig, options: TrainingSpeedConfig) -> list[Figure]:
-    """An epoch through train.py against the same batches in a bare PyTorch loop, the two taking turns."""
+    """Returns the time of an epoch through train.py over a bare PyTorch loop's on the same batches."""
     limits = [f"trainer.limit_train_batches={options.batches}", f"trainer.limit_val_batches={options.val_batches}"]
     limits += [f"trainer.max_epochs={options.rounds + 1}", "trainer.limit_test_batches=1", f"threads={options.threads}"]
     with tempfile.TemporaryDirectory() as runs:
@@ -184,7 +184,7 @@ def framework_ratio(gated: DictConfig, options: TrainingSpeedConfig) -> list[Fig
 
 
 def start_to_first_step(rounds: int) -> Figure:
-    """From the start of the process to the end of the first step, imports and data loading included."""
+    """Returns the time from the start of the process to the end of the first step, imports and data included."""
     waits = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as runs:
@@ -195,10 +195,7 @@ def start_to_first_step(rounds: int) -> Figure:
 
 
 def side_by_side(gated: DictConfig, options: TrainingSpeedConfig) -> Figure:
-    """Two jobs of a sweep beside each other, with the cores shared out, against one after the other with all of them.
-
-    By the time an image takes: what is trained in a second, over both jobs.
-    """
+    """Returns the time of two jobs side by side, with the cores divided among them, over one after the other."""
     limits = [f"trainer.limit_train_batches={options.batches}", "trainer.max_epochs=1", "trainer.limit_val_batches=1"]
     job = ["-m", f"+experiment={gated.name}", "seed=0,1", *limits, "trainer.limit_test_batches=1"]
     rates: dict[str, list[float]] = {"basic": [], "joblib": []}
@@ -217,7 +214,7 @@ def side_by_side(gated: DictConfig, options: TrainingSpeedConfig) -> Figure:
 
 
 def bare_step(network: ResNet, objective: CosineGateLoss, config: OptimizerConfig) -> Callable[[Tensor, Tensor], None]:
-    """A training step without any framework: forward, objective, backward, SGD."""
+    """Returns a training step without any framework: forward, objective, backward, SGD."""
     sgd = torch.optim.SGD(network.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay)
 
     def step(images: Tensor, target: Tensor) -> None:
@@ -238,13 +235,13 @@ def _endless(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, 
 
 
 def require_own_files(folder: Path) -> None:
-    """Ends with one line where somebody else's file has one of the names."""
+    """Raises UserError where a file of another program has one of the names."""
     own = {"training.json": r'\{\s*"versions": \{.*"figures": \[', "training.md": "# Training speed\n\n`make bench`"}
     require_own({folder / name: pattern for name, pattern in own.items()})
 
 
 def write(figures: list[Figure], folder: Path) -> Path:
-    """training.md and training.json; gives the path of the former."""
+    """Writes training.md and training.json, and returns the path of training.md."""
     facts = provenance() | {"threads": torch.get_num_threads()}
     content: dict[str, Any] = facts | {"figures": [figure._asdict() for figure in figures]}
     write_text(folder / "training.json", json.dumps(content, indent=2) + "\n")
@@ -268,7 +265,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _train(runs: str, *overrides: str) -> Record:
-    """Runs train.py in a process of its own; gives the run's record."""
+    """Runs train.py in its own process and returns the run's record."""
     (record,) = _train_all(runs, *overrides)
     return record
 

@@ -1,1 +1,1 @@
-"""What moves with time (warmup, annealing, seeds) and what is kept of a run (statistics, FLOPs, record, figure)."""
+"""Callbacks for schedules (warmup, annealing, seeds) and for what a run keeps (statistics, FLOPs, record, figure)."""

@@ -1,7 +1,7 @@
-"""A run keeps last.ckpt, from which it goes on, previous.ckpt, the one before it, and best.ckpt.
+"""Keeps last.ckpt, from which a run resumes, previous.ckpt, the one before it, and best.ckpt.
 
-last.ckpt is written after every epoch, every few minutes inside a long one, and where the run is asked to stop. From
-any of these the run goes on as if it had never stopped.
+last.ckpt is written after every epoch, every few minutes inside a long one, and when the run is asked to stop. A run
+that resumes from it ends with the same bits as one that never stopped.
 """
 
 import io
@@ -25,7 +25,7 @@ LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it: a kill leaves the old file or the new one."""
+    """Writes a checkpoint to a temporary file and renames it: after a kill the file is the old one or the new one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         path = Path(path)
@@ -36,11 +36,11 @@ class AtomicCheckpoints(TorchCheckpointIO):
             file.write(sealed(content.getvalue()))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Both files are written over, never removed: a path out of a checkpoint's state is nothing to delete."""
+        """Removes nothing: both files are written over, and a path from a checkpoint's state is not trusted."""
 
 
 class Checkpoints(Checkpoint):
-    """Keeps last, previous and best. The best epoch is the record's: of the rows of metrics.csv."""
+    """A callback that keeps last, previous and best. The best epoch is chosen from the rows of metrics.csv."""
 
     def __init__(
         self, folder: Path, metrics: MetricsCSV, stop: StopRequest, minutes: float, run_stamp: dict[str, Any]
@@ -101,9 +101,9 @@ class Checkpoints(Checkpoint):
             checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = progress
 
     def _look(self, trainer: L.Trainer) -> None:
-        """Saves where it is time to, and ends the run where it was asked to stop. All processes do what any must.
+        """Saves when it is time to, and ends the run if it was asked to stop. All processes act alike.
 
-        Not where a limit has ended training: lightning would not go back to the validation that is left.
+        Does nothing after a limit has ended training: lightning would not return to the validation that is left.
         """
         if trainer.should_stop:
             return

@@ -1,4 +1,4 @@
-"""Says at the end of a run what compiling its gates would leave of the network."""
+"""Measures at the end of a run what compiling its gates would leave of the network."""
 
 from typing import Any
 

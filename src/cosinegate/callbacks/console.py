@@ -1,4 +1,4 @@
-"""A line an epoch, above the progress bar or, in a log or a batch job, instead of it."""
+"""Prints a line for each epoch, above the progress bar, or instead of it in a log or a batch job."""
 
 import time
 
@@ -9,7 +9,7 @@ from cosinegate.terminal.console import clock
 
 
 def count_from_one(bar: RichProgressBar) -> None:
-    """Lightning's bar counts epochs from 0. A class of our own in the config would be another run's identity."""
+    """Makes lightning's bar count epochs from 1. A class of our own in the config would change the run's identity."""
 
     def described(epoch: int) -> str:
         return f"Epoch {epoch + 1}/{bar.trainer.max_epochs}".ljust(len(bar.validation_description))
@@ -18,7 +18,7 @@ def count_from_one(bar: RichProgressBar) -> None:
 
 
 class EpochLine(L.Callback):
-    """The figures of an epoch and the time that is left. `job` is which of several jobs writes the line."""
+    """A callback that prints an epoch's figures and the time left. `job` names the job among several."""
 
     def __init__(self, job: str | None = None) -> None:
         self.prefix = f"{job}  " if job else ""

@@ -1,4 +1,4 @@
-"""Ends training after so many steps or so much time. What it has come to by then is validated, kept and tested."""
+"""Ends training after a number of steps or a time. The state by then is validated, kept and tested."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import lightning.pytorch as L
 
 
 class Cut(L.Callback):
-    """`cut` is which limit ended training before its last step, if one did. Time counts over all attempts of a run."""
+    """A callback whose `cut` is the limit that ended training, if one did. Time counts over all attempts of a run."""
 
     def __init__(self, max_steps: int, max_seconds: float | None) -> None:
         self.max_steps, self.max_seconds = max_steps, max_seconds

@@ -1,4 +1,4 @@
-"""What a training epoch has added up so far. A checkpoint inside the epoch keeps it, so that it can go on there."""
+"""Sums over a training epoch. A checkpoint inside the epoch keeps them, so that the epoch can resume there."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class EpochSums(L.Callback):
-    """Named sums, in double precision. Each process has its own; a checkpoint has those of all."""
+    """A callback with named sums in double precision. Each process has its own; a checkpoint has those of all."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -33,7 +33,7 @@ class EpochSums(L.Callback):
         self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
 
     def total(self, trainer: L.Trainer, name: str) -> Tensor:
-        """Over all processes."""
+        """Returns a sum over all processes."""
         total = self.sums[name].to(trainer.strategy.root_device, copy=True)
         return trainer.strategy.reduce(total, reduce_op="sum")
 

@@ -9,7 +9,7 @@ from cosinegate.plots.curves import draw_curves
 
 
 class Curves(L.Callback):
-    """figures/curves.png: accuracy, efficiency, gate curves and the block x epoch heat map."""
+    """A callback that draws figures/curves.png: accuracy, efficiency, gate curves and the block x epoch heat map."""
 
     def __init__(self, run_dir: str) -> None:
         self.path = Path(run_dir) / "figures" / "curves.png"

@@ -1,4 +1,4 @@
-"""Measures the FLOPs that every evaluation really runs, beside the mean gate that the paper counts."""
+"""Measures the FLOPs that every evaluation executes, beside the mean gate that the paper counts."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from cosinegate.lit import LitCosineGate
 
 
 class ExecutedFlops(L.Callback):
-    """`executed` is what the last evaluation ran, over `dense`: the FLOPs without gates for an image."""
+    """A callback whose `executed` is the FLOPs of the last evaluation over `dense`, those without gates."""
 
     def __init__(self, dense: int) -> None:
         self.dense = dense

@@ -1,4 +1,4 @@
-"""What the hard gates do in evaluation: logged after every epoch, and summed up over the test set."""
+"""Statistics of the hard gates in evaluation: logged after every epoch, and summed over the test set."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def _metric(module: LitCosineGate) -> RoutingMetric:
 
 
 class TestRouting(L.Callback):
-    """`summary` is what the last test showed."""
+    """A callback whose `summary` is the routing of the last test."""
 
     __test__ = False  # for pytest, which takes the name for a test
 
@@ -35,7 +35,7 @@ class TestRouting(L.Callback):
 
 
 class GateStatistics(L.Callback):
-    """Logs the gate curves: how open each block is, CIR, dynamic blocks and paths of every validation."""
+    """A callback that logs each block's open fraction and CIR, dynamic blocks and paths of every validation."""
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         self.metric = _metric(pl_module)

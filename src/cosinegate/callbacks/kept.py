@@ -1,4 +1,4 @@
-"""The callbacks that a run's integrity rests on. What a person may switch stands in conf/callbacks."""
+"""The callbacks that the integrity of a run rests on. Those that a person may switch are in conf/callbacks."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from cosinegate.terminal.signals import StopRequest
 
 
 class KeptCallbacks:
-    """The callbacks `first` set the schedule, those that come `last` keep what was logged."""
+    """The callbacks `first` set the schedule; those in `last` keep what was logged."""
 
     def __init__(
         self, config: DictConfig, folder: Path, facts: dict[str, Any], dense_flops: int, job: str | None
@@ -58,7 +58,7 @@ class KeptCallbacks:
         ]
 
     def finish(self, trainer: L.Trainer, accuracy: float, test_of: str) -> Record:
-        """Writes what the test set showed of the `test_of` epoch (best or last), and returns the record."""
+        """Writes the test results of the `test_of` epoch (best or last), and returns the record."""
         summary, compiled = self.routing.summary, self.compiled.figures
         flops = {
             "counted": summary.mean_gate,
@@ -83,7 +83,7 @@ class KeptCallbacks:
 
 
 def _limits(trainer: DictConfig) -> list[Cut]:
-    """What ends training before its last epoch, where that was asked for."""
+    """Returns the callbacks that end training early, as the config asks."""
     if trainer.max_steps == -1 and trainer.max_time is None:
         return []
     return [Cut(trainer.max_steps, None if trainer.max_time is None else seconds(trainer.max_time))]

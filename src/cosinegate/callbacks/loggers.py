@@ -1,4 +1,4 @@
-"""Where metrics go: always metrics.csv in the run's folder; W&B where it is asked for, offline without an account."""
+"""Loggers: always metrics.csv in the run's folder; W&B on request, offline without an account."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 @functools.cache
 def _unanswered(address: str) -> OSError | None:
-    """What asking W&B's server ended with, once a process: the jobs of a sweep need not all wait for it."""
+    """Returns the error of asking W&B's server, once for each process: not every job of a sweep has to wait for it."""
     say(f"W&B: asking {address}")
     try:
         with urllib.request.urlopen(address, timeout=PATIENCE):
@@ -37,7 +37,7 @@ def _unanswered(address: str) -> OSError | None:
 
 
 def require_answer(address: str) -> None:
-    """Fails in seconds where wandb itself would try for minutes, without a word."""
+    """Fails within seconds where wandb itself would retry silently for minutes."""
     error = _unanswered(address) if rank_zero_only.rank == 0 else None
     if error is not None:
         raise error
@@ -49,7 +49,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def failing_quietly() -> Iterator[None]:
-    """W&B ends no run: a line says that it failed."""
+    """Prints one line if W&B fails, and lets the run go on."""
     try:
         yield
     except Exception as error:
@@ -58,13 +58,13 @@ def failing_quietly() -> Iterator[None]:
 
 
 class CarefulWandb(WandbLogger):
-    """A W&B that cannot be reached is kept offline, and one that fails is left out."""
+    """A W&B logger that goes offline if the server cannot be reached, and is dropped if it fails."""
 
     failed = False
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Runs the block; where it fails, no other is begun."""
+        """Runs the block; after a failure no other block is run."""
         ended_well = False
         with failing_quietly():
             yield
@@ -104,7 +104,7 @@ class CarefulWandb(WandbLogger):
 
 
 class MetricsCSV(Logger):
-    """One row an epoch, counted from 1. A resumed run writes over the rows it computes again and keeps the others."""
+    """A logger with one row for each epoch, from 1. A resumed run replaces the rows that it computes again."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class MetricsCSV(Logger):
         self.changed = False
 
     def read(self) -> None:
-        """Takes up the rows of a run that goes on."""
+        """Reads the rows of a run that resumes."""
         self.rows = read_metrics(self.folder)
 
     @property
@@ -131,7 +131,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """The config lies in its own file."""
+        """Does nothing: the config has its own file."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         kept = {name: value for name, value in metrics.items() if name != "epoch" and not name.startswith("test/")}
@@ -157,9 +157,9 @@ class MetricsCSV(Logger):
 def wandb_logger(
     mode: str, run_dir: str, project: str, group: str, tags: list[str], sweep: str | None, **kwargs: Any
 ) -> WandbLogger:
-    """`mode: auto` is online where wandb has an account's key and offline elsewhere. A resumed run keeps its id.
+    """Returns a W&B logger; `mode: auto` is online with an account and offline without one. A resumed run keeps its id.
 
-    The jobs of a sweep are a group under its name.
+    The jobs of a sweep are a group with its name.
     """
     if mode not in WANDB_MODES:
         raise UserError(f"logger.wandb.mode = {mode}: must be one of {', '.join(WANDB_MODES)}")
@@ -181,14 +181,14 @@ def wandb_logger(
 
 
 def has_account() -> bool:
-    """Whether W&B has a key on this machine."""
+    """Returns whether W&B has a key on this machine."""
     from wandb.sdk.lib import wbauth
 
     return bool(os.environ.get("WANDB_API_KEY") or wbauth.read_netrc_auth(host=str(wandb_settings().base_url)))
 
 
 def wandb_settings() -> Any:
-    """W&B's settings with the environment's; wandb itself would refuse a bad one over many lines, in mid-run."""
+    """Returns W&B's settings, the environment's included. Raises UserError for a bad one, before the run."""
     import wandb
 
     settings = wandb.Settings()

@@ -1,4 +1,4 @@
-"""Keeps what is needed to look into a loss that is not finite: not_finite.pt in the run's folder."""
+"""Writes not_finite.pt, with what is needed to examine a loss that is not finite, into the run's folder."""
 
 import io
 from pathlib import Path
@@ -14,8 +14,10 @@ from cosinegate.terminal.errors import NotFinite
 
 
 class NotFiniteState(L.Callback):
-    """The weights and the optimizer are those before the step, as it ends there. What the forward pass moves, such as
-    BatchNorm's moments, is copied before every step.
+    """A callback that keeps the state before a step whose loss is not finite.
+
+    Weights and optimizer have not moved by then. What the forward pass moves, such as BatchNorm's moments, is copied
+    before every step.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Keeps what the gates decided for every image of a test."""
+"""Collects the gates' decisions for every image of a test."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from cosinegate.networks import Output
 
 
 class RouteCollector(L.Callback):
-    """`routes` is what the last test showed; of several processes each keeps its own part of the images."""
+    """A callback whose `routes` are those of the last test; each process has those of its own images."""
 
     def __init__(self) -> None:
         self.routes: Routes | None = None

@@ -1,4 +1,4 @@
-"""The route of every test image: which blocks computed it, at what CIR, and what came of it."""
+"""The route of every test image: the blocks that computed it, their CIR, and the predicted class."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ import numpy as np
 
 @dataclass
 class Routes:
-    """M images, N blocks. A dense network has every block open, and neither CIR nor thresholds.
+    """Arrays over M images and N blocks. In a dense network every block is open, and there is neither CIR nor
+    threshold.
 
-    CIR is what the gates looked at, exact or predicted; a block without a gate has none: not a number.
+    CIR is nan for a block without a gate.
     """
 
     index: np.ndarray  # (M,) which test image
@@ -26,28 +27,28 @@ class Routes:
 
     @property
     def gated(self) -> list[int]:
-        """The blocks that have a gate."""
+        """Returns the indices of the blocks that have a gate."""
         return [] if self.cir is None else np.flatnonzero(~np.isnan(self.cir).all(0)).tolist()
 
     @property
     def computed(self) -> np.ndarray:
-        """How many blocks computed each image, (M,)."""
+        """Returns how many blocks computed each image, (M,)."""
         return self.open.sum(1)
 
     def paths(self, most: int) -> list[tuple[str, int, float]]:
-        """The most common paths, as a letter a block (`1` computed, `0` skipped), with images and accuracy."""
+        """Returns the most common paths (1 computed, 0 skipped, a digit for each block), with images and accuracy."""
         words = ["".join("1" if is_open else "0" for is_open in row) for row in self.open]
         right = Counter(word for word, is_right in zip(words, self.right, strict=True) if is_right)
         return [(word, count, right[word] / count) for word, count in Counter(words).most_common(most)]
 
     def by_class(self, classes: int) -> np.ndarray:
-        """The fraction of a class's images that compute each block, (K, N)."""
+        """Returns the fraction of each class's images that compute each block, (K, N)."""
         empty = np.full(self.open.shape[1], np.nan)
         masks = [self.label == k for k in range(classes)]
         return np.stack([self.open[mask].mean(0) if mask.any() else empty for mask in masks])
 
     def accuracy_by_computed(self) -> list[tuple[int, int, float]]:
-        """For each number of computed blocks: it, how many images, and their accuracy."""
+        """Returns tuples (number of computed blocks, number of images, their accuracy)."""
         groups = []
         for number in np.unique(self.computed):
             mask = self.computed == number
@@ -55,7 +56,7 @@ class Routes:
         return groups
 
     def open_rate_by_cir(self, block: int, edges: np.ndarray) -> np.ndarray:
-        """The fraction of the images that compute the block, for each bin of CIR; not a number where a bin is empty."""
+        """Returns for each bin of CIR the fraction of the images that compute the block; nan for an empty bin."""
         known = ~np.isnan(self.cir[:, block])
         bins = np.digitize(self.cir[known, block], edges[1:-1])
         images = np.bincount(bins, minlength=len(edges) - 1)
@@ -63,6 +64,6 @@ class Routes:
         return np.divide(opened, images, out=np.full(len(images), np.nan), where=images > 0)
 
     def extremes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places in these arrays of the images that took the fewest and the most blocks."""
+        """Returns the indices of the images that took the fewest blocks, and of those that took the most."""
         order = np.argsort(self.computed, kind="stable")
         return order[:number], order[::-1][:number]

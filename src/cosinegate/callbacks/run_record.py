@@ -1,4 +1,4 @@
-"""Keeps record.json up to date: running from the first step, stopped or failed when it ends early."""
+"""Keeps record.json up to date: running from the first step; stopped, failed or finished at the end."""
 
 import contextlib
 import math
@@ -36,8 +36,8 @@ class RunRecord(AtEpochStart):
     def start(self, trainer: L.Trainer, before: Record | None, epochs: int, inside: bool) -> str | None:
         """Marks the folder as this run's before anything else is written there.
 
-        `before` is the record that it held; the run goes on after so many `epochs`, perhaps `inside` the next. Returns
-        in words how the program has changed since.
+        `before` is the record that the folder held; the run resumes after so many `epochs`, perhaps `inside` the next.
+        Returns in words how the program has changed since, or None.
         """
         self.seconds_before = (before and before.seconds) or 0.0
         self.started = (before and before.started) or now()
@@ -83,7 +83,7 @@ class RunRecord(AtEpochStart):
         self.validated = True
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        """Before the checkpoint of this epoch: whatever a resumed run starts from, its past is on disk."""
+        """Writes metrics and record before the epoch's checkpoint: a resumed run finds its past on disk."""
         speed = {"speed/images_per_second": self.images / max(self.last_step - self.epoch_begin, 1e-9)}
         pl_module.log_dict(speed, sync_dist=True)
         known = {name: float(value) for name, value in trainer.callback_metrics.items() if self._is_news(name)}
@@ -93,7 +93,7 @@ class RunRecord(AtEpochStart):
         give_back_freed_memory()
 
     def _is_news(self, name: str) -> bool:
-        """Lightning remembers the figures of the last validation in epochs that have none."""
+        """Returns whether a metric is of this epoch: lightning keeps the last validation's where an epoch has none."""
         kept = name.startswith(("train/", "schedule/", "speed/", "gates/relaxed"))
         return kept or (self.validated and name.startswith(("val/", "gates/", "cir/", "flops/")))
 
@@ -108,7 +108,7 @@ class RunRecord(AtEpochStart):
             self._write(trainer)
 
     def finish(self, trainer: L.Trainer, tested: dict[str, Any], results: dict[str, Any]) -> None:
-        """Adds the accuracy and the gates that the test set showed."""
+        """Writes the results of the test, and the status `finished`."""
         self.tested = tested
         self._write(trainer, results | {"status": "finished"})
 
@@ -137,7 +137,7 @@ class RunRecord(AtEpochStart):
 
 
 def ended_by(trainer: L.Trainer) -> str | None:
-    """What has ended the training before its last epoch."""
+    """Returns what ended the training before its last epoch, or None."""
     for callback in trainer.callbacks:
         if isinstance(callback, EarlyStopping) and callback.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
             return f"EarlyStopping on {callback.monitor}"
@@ -149,6 +149,6 @@ def ended_by(trainer: L.Trainer) -> str | None:
 
 
 def peak_memory_mib() -> float:
-    """The most memory that this process has held."""
+    """Returns the most memory that this process has held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)

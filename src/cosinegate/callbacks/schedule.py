@@ -1,4 +1,4 @@
-"""What moves with time: prog(t), learning rate, the gates' temperature and noise, the seed of a step, batch parts."""
+"""Schedules: prog(t), learning rate, the gates' temperature and noise, the seed of a step, parts of a batch."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from cosinegate.relaxation import Relaxation, anneal
 
 
 class Warmup(L.Callback):
-    """Gives the loss its warmup and t of prog(t) (Eq. 19). t counts epochs; `per_step` counts fractions of one too."""
+    """A callback that gives the loss its warmup and t of prog(t) (Eq. 19): epochs, with `per_step` fractions too."""
 
     def __init__(self, warmup_epochs: float, per_step: bool) -> None:
         self.warmup_epochs, self.per_step = warmup_epochs, per_step
@@ -36,7 +36,7 @@ class Warmup(L.Callback):
 
 
 class LearningRate(L.Callback):
-    """Logs the learning rate of an epoch: where it ends the optimizer has the next one's."""
+    """A callback that logs the learning rate of the epoch: at its end the optimizer has the next one's."""
 
     def __init__(self) -> None:
         self.lr = 0.0
@@ -55,7 +55,7 @@ class LearningRate(L.Callback):
 
 
 class AtEpochStart(L.Callback):
-    """What is set when an epoch starts is set again where a run goes on inside it: lightning does not call the hook."""
+    """A base for callbacks that also act at the start of an epoch when a run resumes inside it."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         if trainer.fit_loop.restarted_mid_epoch:
@@ -63,7 +63,7 @@ class AtEpochStart(L.Callback):
 
 
 class Anneal(AtEpochStart):
-    """Moves the gates' temperature over the run, and turns their noise off for its last part."""
+    """A callback that moves the gates' temperature over the run, and turns their noise off for its last part."""
 
     def __init__(self, config: RelaxationConfig | None) -> None:
         self.config = config  # None: no gate has a temperature
@@ -83,7 +83,7 @@ class Anneal(AtEpochStart):
 
 
 class Reseed(L.Callback):
-    """Seeds every step by (seed, epoch, step), so that a stopped run draws the noise it would have drawn."""
+    """A callback that seeds every step by (seed, epoch, step): a resumed run draws the same noise."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -94,7 +94,7 @@ class Reseed(L.Callback):
 
 
 class ShareOut(L.Callback):
-    """Sets which part of the global batch this process has, in the loss and the gates, where there are several."""
+    """A callback that tells the loss and the gates which part of the global batch this process has."""
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: LitCosineGate, batch: Any, batch_idx: int) -> None:
         if trainer.world_size > 1:

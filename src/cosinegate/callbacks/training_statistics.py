@@ -1,4 +1,4 @@
-"""Logs the means of a training epoch: the loss and its terms, accuracy, and how open the relaxed gates were."""
+"""Logs the means of a training epoch: loss terms, accuracy, and how open the relaxed gates were."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ TERMS = {"total": "loss"} | {term: f"loss_{term}" for term in ("ce", "cons", "fl
 
 
 class TrainingStatistics(L.Callback):
-    """Over the batches of an epoch and over all processes."""
+    """A callback that averages over the batches of an epoch and over all processes."""
 
     def __init__(self, sums: EpochSums) -> None:
         self.sums = sums

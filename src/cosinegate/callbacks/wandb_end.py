@@ -1,4 +1,4 @@
-"""Ends W&B's run with ours, or the next job of a multirun would go on in it."""
+"""Ends W&B's run together with ours: otherwise the next job of a multirun would continue it."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from cosinegate.terminal.signals import Stopped
 
 @contextlib.contextmanager
 def ending_wandb() -> Iterator[None]:
-    """Finishes W&B's run, where there is one, with the exit code that this one ends with."""
+    """Finishes W&B's run, if there is one, with this run's exit code."""
     code = 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""What W&B shows beside the curves: heat maps, CIR histograms and example images with their routes."""
+"""Media for W&B: heat maps, CIR histograms and example images with their routes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ EXAMPLES = 16  # of the images that took the fewest blocks, and as many of those
 
 
 class WandbMedia(L.Callback):
-    """Does nothing without a W&B logger."""
+    """A callback that logs media to W&B, and does nothing without a W&B logger."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
         for logger in _loggers(trainer):
@@ -60,7 +60,7 @@ class WandbMedia(L.Callback):
 
 
 def examples(routes: Routes, images: np.ndarray, classes: tuple[str, ...]) -> "wandb.Table":
-    """The images that took the fewest and the most blocks, with their routes."""
+    """Returns a table of the images that took the fewest and the most blocks, with their routes."""
     import wandb
 
     table = wandb.Table(columns=["image", "class", "predicted", "blocks", "route"])

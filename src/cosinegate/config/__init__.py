@@ -1,1 +1,1 @@
-"""Every key of a config, checked before any work."""
+"""The keys of every config, and the checks before any work."""

@@ -1,4 +1,4 @@
-"""Checks a config before any work: keys that are not there, values out of range, values that do not go together."""
+"""Checks a config before any work: unknown keys, values out of range, values that exclude each other."""
 
 import dataclasses
 import difflib
@@ -22,7 +22,7 @@ SECRET = re.compile(r"api_?key|token|secret|passw|credential", re.IGNORECASE)
 
 
 def require_schema(node: Any, path: str = "") -> None:
-    """Ends with one line where a key is not the schema's, which `+` can add, or is gone, which `~` can bring about."""
+    """Raises UserError for a key that is not in the schema (`+` can add one) or that is missing (`~` removes one)."""
     if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
         return
     known = schema_keys(OmegaConf.get_type(node))
@@ -36,7 +36,7 @@ def require_schema(node: Any, path: str = "") -> None:
 
 
 def schema_keys(schema: Any) -> list[str]:
-    """The keys of a part of a config; none where any key may be."""
+    """Returns the keys of a part of a config; an empty list where any key is allowed."""
     return [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else []
 
 
@@ -45,7 +45,7 @@ def not_left_out(full_key: str) -> str:
 
 
 def no_such_key(full_key: str, known: list[str]) -> str:
-    """One line about a key that a part of a config does not have, with the one that may have been meant."""
+    """Returns a line about an unknown key, with the known one that is most like it."""
     parent, _, key = full_key.rpartition(".")
     near = difflib.get_close_matches(key, known, n=1)
     hint = f", did you mean {near[0]}?" if near else ""
@@ -54,14 +54,14 @@ def no_such_key(full_key: str, known: list[str]) -> str:
 
 
 def require(config: DictConfig) -> None:
-    """Ends with one line that names the first key that has no value."""
+    """Raises UserError for the first key that has no value."""
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise UserError(f"{missing[0]} has no value: give one on the command line, as in {missing[0]}=...")
 
 
 def validate(config: DictConfig) -> None:
-    """Ends with one line that names the first key whose value is missing, out of range, or does not go with another."""
+    """Raises UserError for the first key whose value is missing, out of range, or at odds with another."""
     require(config)
     for key, value in leaves(primitives(config)).items():
         for number in value if isinstance(value, list) else [value]:
@@ -111,7 +111,7 @@ def _check_training(config: DictConfig) -> None:
 
 
 def check_ranges(config: DictConfig, path: str = "") -> None:
-    """Ends with one line that names the first key whose value its schema does not allow."""
+    """Raises UserError for the first key whose value is outside the range in its schema."""
     schema = OmegaConf.get_type(config)
     for key, (is_allowed, words) in ranges(schema).items() if dataclasses.is_dataclass(schema) else ():
         value = config[key]
@@ -124,7 +124,7 @@ def check_ranges(config: DictConfig, path: str = "") -> None:
 
 
 def check_gate(gate: DictConfig) -> None:
-    """Ends with one line where a gate's values do not go together."""
+    """Raises UserError if a gate's values exclude each other."""
     if OmegaConf.get_type(gate) is not GATES[gate.kind]:
         words = "has other keys than this gate; choose it with them by a file of conf/gate, as in gate=aig"
         raise UserError(f"gate.kind = {gate.kind.name}: {words}")
@@ -147,7 +147,7 @@ def _check_first_blocks(config: DictConfig) -> None:
 
 
 def _check_weights(config: DictConfig) -> None:
-    """Ends with one line where `weights` names no run that will be the same tomorrow."""
+    """Raises UserError if `weights` is empty, or a link that may point to another run tomorrow."""
     if config.weights is None:
         return
     path = Path(config.weights)
@@ -158,7 +158,7 @@ def _check_weights(config: DictConfig) -> None:
 
 
 def check_one_of_several(config: DictConfig) -> None:
-    """What a run alone may have and a job of a sweep, or a trial of a search, may not."""
+    """Raises UserError for keys that a job of a sweep or a trial of a search cannot have."""
     if config.run_dir is not None:
         raise UserError(f"run_dir = {config.run_dir}: several runs have a folder each; runs_dir is where they lie")
     if config.trainer.fast_dev_run:

@@ -1,4 +1,4 @@
-"""The words a config may use where it has a choice."""
+"""The values of keys that have a choice."""
 
 from enum import Enum
 
@@ -11,14 +11,14 @@ class Dataset(Enum):
 
 
 class Validation(Enum):
-    """What the best epoch is chosen on."""
+    """The images that the best epoch is chosen on."""
 
     test = "test"  # the test set, as the paper does; the record says so
     holdout = "holdout"  # training images kept aside; the test set is touched once, at the end
 
 
 class GateKind(Enum):
-    """Who decides."""
+    """The kind of the gates."""
 
     cosine = "cosine"  # the paper's equation
     none = "none"  # the dense baseline
@@ -30,21 +30,21 @@ class GateKind(Enum):
 
 
 class Sided(Enum):
-    """Which side of the target the FLOPs penalty pushes from."""
+    """The sides of the target from which the FLOPs penalty pushes."""
 
     one = "one"  # the paper's: only a mean gate above the target costs
     two = "two"
 
 
 class Target(Enum):
-    """Whose mean the target is of."""
+    """The mean gate that the target is for."""
 
     network = "network"  # of all blocks together, as the paper has it
     block = "block"  # of every block that has a gate
 
 
 class Polarity(Enum):
-    """Which way CIR moves the gate."""
+    """The sign with which CIR moves the gate."""
 
     paper = "paper"  # the equation as printed: γ < 0, high CIR closes
     novelty = "novelty"  # the prose and Fig. 1: γ = +|γ_0|, high CIR opens
@@ -65,7 +65,7 @@ class Shortcut(Enum):
 
 
 class Annealing(Enum):
-    """How the temperature goes from its first to its last value over a run."""
+    """How the temperature moves over a run."""
 
     none = "none"
     linear = "linear"
@@ -74,21 +74,21 @@ class Annealing(Enum):
 
 
 class Weighting(Enum):
-    """What a block counts for in the mean gate ḡ of the penalty."""
+    """The weight of each block in the penalty's mean gate ḡ."""
 
     mean = "mean"  # the same, as the paper has it
     flops = "flops"  # as many as its residual costs
 
 
 class Checkpoint(Enum):
-    """Which of a run's checkpoints to load."""
+    """The checkpoint of a run that is loaded."""
 
     last = "last"
     best = "best"
 
 
 class Dynamic(Enum):
-    """What compiling does with a block that is open for some images and closed for others."""
+    """How compiling treats a block that is open for some images and closed for others."""
 
     keep = "keep"  # exact; a gate that needs F(x) saves nothing
     round = "round"  # open or closed for all, as most images have it
@@ -96,7 +96,7 @@ class Dynamic(Enum):
 
 
 class Cost(Enum):
-    """What accuracy is held against."""
+    """The cost that accuracy is plotted against."""
 
     counted = "counted"  # the mean gate, as the paper counts
     executed = "executed"  # FLOPs that ran, over the dense network's
@@ -105,7 +105,7 @@ class Cost(Enum):
 
 
 class Sampler(Enum):
-    """How a search chooses the next place."""
+    """How a search chooses its next trial."""
 
     nsga2 = "nsga2"
     tpe = "tpe"

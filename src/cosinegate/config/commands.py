@@ -1,4 +1,4 @@
-"""Every key of the other commands: its type, what it is for, its default, the values that it may have."""
+"""Every key of the other commands: its type, description, default and range."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,13 +28,13 @@ PART_OF_ITS_FLOPS = "FLOPs over the network's own"
 
 
 def key(about: str, default: Any = MISSING, allowed: Range | None = None) -> Any:
-    """A field, with what `--help` says about it."""
+    """Returns a field with the description that `--help` prints."""
     return field_of(default, about=about, **({"range": allowed} if allowed else {}))
 
 
 @dataclass
 class TrainedConfig:
-    """A trained network and its data: what the commands about one run start from."""
+    """A trained network and its data."""
 
     run: str = key("a run's folder, a checkpoint file, or the folder of an export or of exits")
     checkpoint: Checkpoint | None = key(
@@ -115,7 +115,7 @@ class BenchmarkConfig(ExportConfig):
 
 @dataclass
 class RunsConfig:
-    """Runs that are read: those below folders, or those of a sweep."""
+    """The runs to read: those below folders, or those of a sweep."""
 
     runs: Any = key("a folder or a list of folders; every run below them is read", ["runs"], FOLDERS)
     sweep: str | None = key("a sweep's name: its runs alone", None, or_null(PLAIN_NAME))

@@ -1,4 +1,4 @@
-"""Which runs are the same: the identity of what a config asks for, and the folder that follows from it."""
+"""The identity of a config: runs that compute the same share it, and their folder is named by it."""
 
 import hashlib
 import json
@@ -31,29 +31,29 @@ def blocks_per_stage(network: DictConfig) -> list[int]:
 
 
 def stage_widths(network: DictConfig) -> list[int]:
-    """The channels of each stage."""
+    """Returns the channels of each stage."""
     return list(network.widths or (network.width, 2 * network.width, 4 * network.width))
 
 
 def reference(network: DictConfig) -> DictConfig:
-    """The network of its depth and width, which a benchmark's figures are ratios to, however it is shared out."""
+    """Returns the network of the config's depth and width with evenly distributed blocks, which ratios refer to."""
     return OmegaConf.merge(network, {"blocks": None, "widths": None})
 
 
 def convolution_weights(network: DictConfig) -> int:
-    """How many weights the convolutions of the residuals have: nearly all of a network's, known before it is built."""
+    """Returns the number of weights in the residuals' convolutions, nearly all of a network's, without building it."""
     widths = stage_widths(network)
     inner = sum(18 * channels**2 * number for channels, number in zip(widths, blocks_per_stage(network), strict=True))
     return inner - 9 * sum(after * (after - before) for before, after in pairwise(widths))
 
 
 def primitives(config: DictConfig) -> dict[str, Any]:
-    """The resolved config as plain dicts, lists, numbers and words."""
+    """Returns the resolved config as plain dicts, lists, numbers and strings."""
     return OmegaConf.to_container(config, resolve=True, enum_to_str=True, throw_on_missing=True)
 
 
 def identity(config: DictConfig) -> str:
-    """Ten hex digits that two configs share when they ask for the same computation, the seed aside."""
+    """Returns ten hex digits that configs share if they ask for the same computation, whatever the seed."""
     content = primitives(config)
     content["callbacks"] = OmegaConf.to_container(config.callbacks)  # what they take from other keys is there already
     for key in NOT_IDENTITY:
@@ -75,14 +75,14 @@ def identity(config: DictConfig) -> str:
 
 
 def run_folder(config: DictConfig) -> Path:
-    """Where the run lives: what was asked for, or a folder that follows from what the run computes."""
+    """Returns the run's folder: `run_dir`, or one that follows from the identity and the seed."""
     if config.run_dir is not None:
         return Path(config.run_dir)
     return Path(config.runs_dir) / config.name / f"{identity(config)}-s{config.seed}"
 
 
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """Every value of nested dicts by its dotted key; a list is one value."""
+    """Returns every value of nested dicts by its dotted key; a list is one value."""
     if not isinstance(node, dict):
         return {path: node}
     return {k: v for key, child in node.items() for k, v in leaves(child, f"{path}.{key}" if path else key).items()}

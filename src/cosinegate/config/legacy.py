@@ -1,4 +1,4 @@
-"""Configs of earlier versions, as checkpoints hold them: what left is taken out where it had no part in the run."""
+"""Reads configs of earlier versions: keys that left are dropped where they did not matter to the run."""
 
 import copy
 from typing import Any
@@ -45,7 +45,7 @@ GATE_KEYS = {
 
 
 def upgraded(stored: dict[str, Any]) -> dict[str, Any]:
-    """The config (plain dicts) as this version writes it. Ends with one line where the run used what has left."""
+    """Returns a stored config as this version writes it. Raises UserError if the run used a feature that left."""
     config = copy.deepcopy(stored)
     gate = config.get("gate")
     if not isinstance(gate, dict):
@@ -71,7 +71,7 @@ def _left(what: str) -> str:
 
 
 def _pop(config: dict[str, Any], key: str) -> Any:
-    """Takes a dotted key out; ... where it is not there."""
+    """Removes a dotted key and returns its value, or ... if it is missing."""
     *parents, last = key.split(".")
     for parent in parents:
         config = config.get(parent)

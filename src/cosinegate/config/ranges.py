@@ -1,4 +1,4 @@
-"""The values that a key may have: a test, and the words that end "must be ..."."""
+"""Ranges of config values: a test, and the words that end "must be ..."."""
 
 import re
 from collections.abc import Callable
@@ -18,14 +18,14 @@ class Range(NamedTuple):
 
 
 def field_of(default: Any, **metadata: Any) -> Any:
-    """A field of any default, a list too."""
+    """Returns a dataclass field with any default, lists included."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def allowed(default: Any, is_allowed: Callable[[Any], bool], words: str) -> Any:
-    """A field with its default and its range."""
+    """Returns a field with its default and its range."""
     return field_of(default, range=Range(is_allowed, words))
 
 
@@ -42,39 +42,42 @@ def above(bound: float, default: Any) -> Any:
 
 
 def or_null(range: Range) -> Range:
+    """Returns a range that allows null too."""
     return Range(lambda v: v is None or range.is_allowed(v), f"null or {range.words}")
 
 
 def each(range: Range) -> Range:
-    """Of a list, which may not be empty."""
+    """Returns the range of a list that is not empty and whose values are in `range`."""
     return Range(lambda v: len(v) > 0 and all(map(range.is_allowed, v)), f"a list of numbers, each {range.words}")
 
 
 def count(least: int = 1, most: int = MOST_IMAGES) -> Range:
+    """Returns a range of whole numbers."""
     return Range(lambda v: least <= v <= most, f"at least {least} and at most {most}")
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that can be computed with: finite, and no truth value."""
+    """Returns whether a value is a finite number, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def is_plain_name(value: str) -> bool:
-    """Whether it can name a file or a folder, on any disk and in one line.
+    """Returns whether a string can name a file or a folder, on any disk and in one line.
 
-    Names that begin with a dot are for what is not a run: `.sweeps`, `.lock`.
+    Names that start with a dot are reserved: `.sweeps`, `.lock`.
     """
     shown = value.isprintable() and value.strip() == value and not value.startswith(".")
     return value != "" and shown and "/" not in value and len(value.encode()) <= 150
 
 
 def is_batches(value: Any) -> bool:
+    """Returns whether a value is null, a number of batches, or a fraction."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return value is None or (whole and value <= MOST_IMAGES) or (isinstance(value, float) and 0 < value <= 1)
 
 
 def is_devices(value: Any) -> bool:
-    """A number of devices, their indices, or a word that lightning knows. 0 and below -1 it refuses itself."""
+    """Returns whether a value can be trainer.devices. 0 and values below -1 are refused by lightning itself."""
     if isinstance(value, ListConfig | list):
         return 0 < len(value) <= 256 and all(isinstance(v, int) and 0 <= v <= 256 for v in value)
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -82,7 +85,7 @@ def is_devices(value: Any) -> bool:
 
 
 def seconds(max_time: str) -> int | None:
-    """Of DD:HH:MM:SS; None where it is something else."""
+    """Returns the seconds of DD:HH:MM:SS, or None for another format."""
     parts = re.fullmatch(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)", max_time)
     if parts is None:
         return None

@@ -1,6 +1,6 @@
-"""Every key of a training config: its type, its default, the values that it may have. `conf/` holds what differs.
+"""Every key of a training config: its type, default and range. `conf/` has the values that differ from defaults.
 
-A key that is younger than a checkpoint has its default there.
+A key that a checkpoint's config lacks, because it is younger, has its default.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def _straight_through(**others: Any) -> Any:
 
 @dataclass
 class GateConfig:
-    """The gate in every block's slot. Each kind has a schema of its own, and `gate=<kind>` shows its keys alone."""
+    """The gate in every block. Each kind has its own schema, so that `gate=<kind>` shows only its own keys."""
 
     kind: GateKind = MISSING
 
@@ -140,7 +140,7 @@ class NoGateConfig(GateConfig):
 
 @dataclass
 class OpeningConfig(GateConfig):
-    """What gates with a logit have in common."""
+    """Keys of all gates that have a logit."""
 
     first_blocks: bool = True  # false: the first block of each stage has no gate
     threshold: float = _threshold(0.45)  # δ: open in evaluation where σ(ℓ) is above it
@@ -219,7 +219,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainerConfig:
-    """Arguments of lightning's Trainer, under their own names."""
+    """Arguments of lightning's Trainer, by their own names."""
 
     accelerator: str = "cpu"
     devices: Any = allowed(1, is_devices, "a number of devices up to 256, a list of their indices, or a word")
@@ -288,7 +288,7 @@ GATES: dict[GateKind, type[GateConfig]] = {
 
 
 def ranges(schema: type) -> dict[str, Range]:
-    """The keys of a schema that have a range."""
+    """Returns the ranges of a schema's keys."""
     return {f.name: f.metadata["range"] for f in dataclasses.fields(schema) if "range" in f.metadata}
 
 

@@ -1,1 +1,1 @@
-"""What a trained network costs when it runs."""
+"""Compiles, exports and times a trained network."""

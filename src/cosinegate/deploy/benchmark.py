@@ -1,4 +1,4 @@
-"""Times the deployed forms of a run against the dense network in its fastest form, in one process, taking turns."""
+"""Times the deployed forms of a run against the dense network, in turns in one process, each in its fastest way."""
 
 import json
 import tempfile
@@ -36,7 +36,7 @@ LATENCY_BATCH = 1  # what `latency_ms` of the record is measured at
 
 
 def benchmark(options: BenchmarkConfig) -> dict[str, Any]:
-    """Written to `benchmark.json`, `benchmark.md` and `benchmark.png`; latency goes into the run's record."""
+    """Writes benchmark.json, .md and .png, and the latency into the run's record; returns the results."""
     torch.set_num_threads(options.threads)
     source = load_source(options.run, options.checkpoint, options.root, options.data_folder)
     require_something_to_deploy(source)
@@ -91,7 +91,7 @@ def benchmark(options: BenchmarkConfig) -> dict[str, Any]:
 def _measure(
     engines: Engines, models: dict[str, Model], int8: dict[str, float], images: Tensor, options: BenchmarkConfig
 ) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of every batch size, and where the time goes at some of them."""
+    """Returns the rows of every batch size, and where the time goes at some of them."""
     rows = []
     for batch in sorted(set(options.batches)):
         console.say(f"timing batch {batch}: {options.rounds} rounds of every model in turn")
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _record_folder(source: Source, options: BenchmarkConfig) -> Path | None:
-    """The run whose record gets the latency; None where the record's accuracy is of another network."""
+    """Returns the run whose record gets the latency, or None if the record is about another network."""
     is_exact = options.budget is None and options.dynamic is Dynamic.keep and options.tolerance == 0
     return source.folder if is_exact and is_the_records(source.path) else None
 
@@ -114,7 +114,7 @@ def _accuracy(scores: Tensor, labels: Tensor) -> float:
 def _int8(
     name: str, model: Model, source: Source, route: Tensor, folder: Path, images: Tensor, labels: Tensor
 ) -> dict[str, float]:
-    """Of the run's network: accuracy, and FLOPs, for rounding moves some images over a threshold."""
+    """Returns accuracy and FLOPs of the network with int8 convolutions: rounding moves some images over a threshold."""
     scores, taken = run_onnx(session(folder / f"{name}-int8.onnx", 1), images.contiguous().numpy(), MANY)
     accuracy = {"accuracy": _accuracy(torch.from_numpy(np.asarray(scores)), labels)}
     if taken is None:
@@ -127,13 +127,13 @@ def _int8(
 
 
 def _profiled(rows: list[Row]) -> list[int]:
-    """The smallest batch, the largest, and those at which a bar is missed."""
+    """Returns the batch sizes to profile: the smallest, the largest, and those at which a bar is missed."""
     batches = [row.batch for row in rows]
     return sorted({min(batches), max(batches), *(row.batch for row in rows if row.met is False)})
 
 
 def _beside(source: Source, options: BenchmarkConfig) -> dict[str, Model]:
-    """The other dense runs, by name; one that is there twice gets a number."""
+    """Returns the other dense runs by name; a name that is taken gets a number."""
     models: dict[str, Model] = {}
     for run in options.against:
         name, model = _dense_run(run, options.checkpoint, source)
@@ -142,7 +142,7 @@ def _beside(source: Source, options: BenchmarkConfig) -> dict[str, Model]:
 
 
 def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Source) -> tuple[str, Model]:
-    """A run of a dense network on the same data, with its FLOPs over those that are 1 in the table."""
+    """Returns a dense run on the same data, with its FLOPs over the reference network's."""
     path = chosen_path(run, checkpoint)
     module, config = load_checkpoint(path)
     if module.network.has_gates:
@@ -156,9 +156,9 @@ def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Source) -> tuple
 
 
 def _into_records(models: dict[str, Model], rows: list[Row], threads: int) -> None:
-    """`latency_ms`: the fastest form of a run at batch 1, all measured in the same minutes.
+    """Writes `latency_ms`, the fastest form at batch 1, into the records of the runs.
 
-    `time_ratio`, to the dense network on the same engine, can be compared with what another minute measured.
+    `time_ratio`, to the dense network on the same engine, can be compared between benchmarks; milliseconds cannot.
     """
     for name, model in models.items():
         measured = [row for row in rows if row.batch == LATENCY_BATCH and row.model == name]

@@ -1,4 +1,4 @@
-"""What the benchmark measured, as a table and as a figure."""
+"""The results of a benchmark as a table and as a figure."""
 
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
 
 def as_markdown(results: dict[str, Any]) -> str:
+    """Returns the results as a Markdown page."""
     lines = [
         f"# {markdown(results['run'])} on {results['data']}, {results['threads']} thread(s)",
         "",
@@ -45,6 +46,7 @@ def _rerouted(results: dict[str, Any]) -> str:
 
 
 def _ways(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines about every way to run each model."""
     lines = ["", "Every way to run them, ms an image; the table above has the fastest of each:", ""]
     lines += ["| batch | engine | model | ways |", "|---:|---|---|---|"]
     for row in rows:
@@ -54,8 +56,7 @@ def _ways(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _kernels(kernels: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list[str]:
-    """What the run's network saves in convolutions and pays for routing, at the first and the last batch size and
-    where a bar is missed."""
+    """Returns the lines about where the time goes, for the batch sizes that were profiled."""
     lines = []
     for engine in ("onnxruntime", "torch"):
         words = "by its profiler (one thread, ms an image, the batch whole; profiling itself takes time)"
@@ -70,6 +71,7 @@ def _kernels(kernels: dict[str, dict[str, dict[str, dict[str, float]]]]) -> list
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
+    """Draws the time ratios of the run's network on every engine and batch size."""
     rows = [row for row in results["rows"] if row["model"] == results["model"]]
     batches, engines = (sorted({row[key] for row in rows}) for key in ("batch", "engine"))
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -91,7 +93,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def in_short(results: dict[str, Any], card: dict[str, Any]) -> str:
-    """What was saved, in one line, and where the file is."""
+    """Returns one line about what compiling saved and where the file is."""
     ratios = {
         row["batch"]: f"{row['time_ratio']:.2f} of the time for {row['batch']} image{'s' * (row['batch'] > 1)}"
         for row in results["rows"]
@@ -107,6 +109,7 @@ def in_short(results: dict[str, Any], card: dict[str, Any]) -> str:
 
 
 def show(results: dict[str, Any]) -> None:
+    """Prints the results as a table."""
     rows = [
         (
             str(row["batch"]),

@@ -1,6 +1,6 @@
-"""A deployed network as data: safetensors weights, and a card in JSON that says how to build the network around them.
+"""A deployed network as data: safetensors weights, and a JSON card that tells how to build the network.
 
-The weights have the names that they have in training, so those of a compiled network are a part of the run's own.
+Weights have the same names as in training, so those of a compiled network are a subset of the run's.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ Network = GatedNetwork | EarlyExitNetwork
 
 
 def described(network: Network, config: DictConfig, actions: list[Action] | None) -> dict[str, Any]:
-    """What `read_network` builds the network from; `actions` are what compiling did to each block, if it ran."""
+    """Returns what `read_network` builds the network from; `actions` are what compiling did to each block, or None."""
     kept = primitives(config)
     exits = None
     if isinstance(network, EarlyExitNetwork):
@@ -60,7 +60,7 @@ def write_card(card: dict[str, Any], folder: Path) -> None:
 
 
 def read_network(folder: str | Path) -> tuple[dict[str, Any], Network, DictConfig]:
-    """The card in a folder, its network, if the weights are those of the card, and the config it was trained with."""
+    """Returns a folder's card, its network and its training config. Raises UserError if card and weights differ."""
     path, weights = Path(folder) / CARD, Path(folder) / WEIGHTS
     try:
         card = read_json(path)
@@ -93,7 +93,7 @@ def _built(card: dict[str, Any], path: Path, weights: Path) -> tuple[Network, Di
 
 
 def _same_kinds(stored: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The stored weights, if those that should be floats are, all of one precision."""
+    """Returns the stored weights if they are floats where expected, all of one precision."""
     floats = {name: tensor.dtype for name, tensor in stored.items() if tensor.is_floating_point()}
     if len(set(floats.values())) > 1 or floats.keys() != {n for n, t in expected.items() if t.is_floating_point()}:
         raise ValueError("names or number formats differ")
@@ -111,7 +111,7 @@ def _exits(card: dict[str, Any], network: GatedNetwork, size: int) -> dict[int, 
 
 
 def is_card_folder(folder: Path) -> bool:
-    """Whether the folder's card is one of ours."""
+    """Returns whether the folder has a card that this program wrote."""
     try:
         card = read_json(folder / CARD)
     except (UserError, FileNotFoundError, NotADirectoryError):

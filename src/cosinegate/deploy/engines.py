@@ -1,4 +1,4 @@
-"""The engines that a benchmark times: torch and onnxruntime, each in the ways that it can run a network."""
+"""The engines of a benchmark, torch and onnxruntime, each with several ways to run a network."""
 
 import shutil
 import types
@@ -41,12 +41,12 @@ class Model:
 
     @property
     def routes(self) -> bool:
-        """Whether images take different routes through it."""
+        """Returns whether images take different routes through it."""
         return isinstance(self.network, EarlyExitNetwork) or self.network.has_gates
 
 
 class Engines:
-    """Every model on both engines, in the ways in which it can be run at a batch size."""
+    """Every model on both engines, in every way that fits the batch size."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Engines:
         self.pool = ThreadPoolExecutor(threads)
 
     def at(self, batch: int) -> dict[tuple[str, str], dict[str, Run]]:
-        """By (model, engine), by the way's name. What torch.compile made for another batch size is forgotten."""
+        """Returns the ways to run each (model, engine) at a batch size. Earlier torch.compile results are dropped."""
         torch._dynamo.reset()
         ways: dict[tuple[str, str], dict[str, Run]] = {}
         for name, network in self.folded.items():
@@ -88,7 +88,7 @@ class Engines:
         return ways
 
     def kernels(self, batch: int, images: Tensor) -> dict[str, dict[str, dict[str, float]]]:
-        """Of the dense network and the run's on both engines: ms an image by kind of operator."""
+        """Returns ms an image by kind of operator, of the dense network and the run's, on both engines."""
         some = images[: max(batch, IMAGES_A_ROUND)].contiguous()
         files = {name: f"{name}.onnx" for name in self.own}
         if batch == 1:
@@ -108,7 +108,7 @@ class Engines:
         return ways
 
     def _torch_compiled(self, network: Network, batch: int) -> dict[str, Run]:
-        """torch.compile's forms of a network that takes one route for all images."""
+        """Returns the network through torch.compile, if all images take one route."""
         if not self.torch_compile or isinstance(network, EarlyExitNetwork) or network.has_gates:
             return {}
         images = self.images[:batch].contiguous(memory_format=torch.channels_last)
@@ -127,14 +127,14 @@ class Engines:
         return ways
 
     def _one_by_one(self, name: str, batch: int) -> dict[str, Run]:
-        """With a form that takes one image."""
+        """Returns the ways to run the ONNX file that takes one image."""
         together = self.sessions[name, self.threads]
         if batch == 1:
             return {"one image": lambda images: together.run(None, {"images": images.numpy()})}
         return {"image by image": self._in_parts(name, 1)}
 
     def _in_parts(self, name: str, size: int) -> Run:
-        """Several threads take parts in turn, each computing alone."""
+        """Returns a function that runs a batch in parts, each on one thread."""
         alone, pool = self.sessions[name, 1], self.pool.map if self.threads > 1 else map
 
         def run(images: Tensor) -> list[Any]:
@@ -144,8 +144,10 @@ class Engines:
 
 
 def torch_compiled(network: nn.Module, images: Tensor, freezing: bool = True) -> Run | None:
-    """torch.compile's form for one batch size, where there is a compiler for it and it succeeds; `freezing` makes the
-    weights a part of it."""
+    """Returns the network through torch.compile for one batch size, or None if there is no compiler or it fails.
+
+    `freezing` makes the weights constants of the compiled code.
+    """
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         console.say("there is no C++ compiler: torch.compile is left out")
         return None

@@ -1,4 +1,4 @@
-"""Compiles a run and exports it for deployment, and measures every form on the test set beside the trained network."""
+"""Compiles a run, exports it, and compares every form with the trained network on the test set."""
 
 import os
 import tempfile
@@ -80,7 +80,7 @@ def export(options: ExportConfig) -> dict[str, Any]:
 
 
 def move_budget(source: Source, budget: float | None) -> None:
-    """Sets the exits' threshold for a budget, by held-out images."""
+    """Sets the exits' threshold for a budget, on held-out images."""
     if budget is None:
         return
     if not isinstance(source.network, EarlyExitNetwork):
@@ -89,7 +89,7 @@ def move_budget(source: Source, budget: float | None) -> None:
 
 
 def _require_own(folder: Path) -> None:
-    """Ends with one line where the folder, or a file in it that would be replaced, is not of an export."""
+    """Raises UserError if the folder, or a file that would be replaced, is not an export's."""
     if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not _is_export(folder))):
         raise UserError(f"output = {folder}: is there and is no export; choose another, or remove it")
     for path in (folder / name for name in (*FILES, *OLD_FILES)):
@@ -98,7 +98,7 @@ def _require_own(folder: Path) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether the folder's card is an export's, and not that of exits."""
+    """Returns whether the folder's card is an export's rather than that of exits."""
     return is_card_folder(folder) and "forms" in read_json(folder / CARD)
 
 
@@ -162,10 +162,10 @@ def _write(
 def compared(
     source: Source, trained: Network, deployed: Network, folder: Path, images: Tensor, labels: Tensor, threads: int
 ) -> dict[str, Any]:
-    """Accuracy of every form, and how far its scores and its routes are from those of the trained network.
+    """Returns accuracy, route and scores of every form beside those of the trained network.
 
-    `equal` says whether a form is the deployed network: on images of the same route the same scores, within CLOSE. A
-    decision within rounding of its threshold may fall the other way; `rerouted` counts those images.
+    `equal` is whether a form gives the deployed network's scores, within CLOSE, for images on the same route. A
+    decision within rounding of its threshold may differ; `rerouted` counts those images.
     """
     dense = source.dense_flops
     scores, route, flops = forward(trained, images)
@@ -203,7 +203,7 @@ def _on_torch(runtime: Runtime, images: Tensor) -> tuple[np.ndarray, np.ndarray 
 def _form(
     scores: Tensor, route: Tensor, labels: Tensor, trained: Tensor | None = None, its_route: Tensor | None = None
 ) -> dict[str, float]:
-    """What the test set shows of a form's scores (B, K) and route (B, N), beside the `trained` network's."""
+    """Returns a form's accuracy and mean gate, and its agreement with the `trained` network's scores and route."""
     figures = {"accuracy": (scores.argmax(1) == labels).float().mean().item(), "mean_gate": route.float().mean().item()}
     if trained is None:
         return figures
@@ -216,6 +216,7 @@ def _form(
 
 
 def _sizes(network: Network) -> dict[str, int]:
+    """Returns the numbers of parameters and of blocks that compute."""
     return {
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "blocks": sum(block.residual is not None for block in network.blocks),
@@ -224,7 +225,7 @@ def _sizes(network: Network) -> dict[str, int]:
 
 @torch.inference_mode()
 def forward(network: Network, images: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Scores (B, K) and route (B, N) of a network in eager mode, and the FLOPs that an image took."""
+    """Returns scores (B, K) and route (B, N) of a network in eager mode, and the FLOPs for each image."""
     with counting() as counter:
         outputs = [network(part) for part in images.split(BATCH)]
     scores = torch.cat([output.logits for output in outputs])
@@ -236,7 +237,7 @@ def forward(network: Network, images: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def _into_record(folder: Path, card: dict[str, Any], changes: Changes) -> None:
-    """What the record of a run that an earlier version trained does not have."""
+    """Adds the compiled network's figures to the record of a run that an earlier version trained."""
     record = read_record(folder)
     if record.compiled is not None or "flops" not in record.model_fields_set or is_locked(folder):
         return

@@ -1,4 +1,4 @@
-"""The batch form with int8 convolutions, for edge devices, by onnxruntime's own tools."""
+"""Int8 convolutions for the batch form, by onnxruntime's quantisation tools."""
 
 import contextlib
 import errno
@@ -30,10 +30,10 @@ class _Images(CalibrationDataReader):
 
 
 def write_int8(source: Path, path: Path, images: Tensor) -> None:
-    """Convolutions in int8, one scale a channel; gates stay in float32, for a route is a comparison.
+    """Quantises convolutions to int8, one scale a channel. Gates stay in float32: a route is a comparison.
 
-    Weights have seven bits: where a processor has no VNNI, sums of eight-bit products saturate, and a CIFAR-10 run had
-    80.1% of the held-out images right instead of 87.8%.
+    Weights have seven bits. Without VNNI sums of eight-bit products saturate: a CIFAR-10 run had 80.1% of the held-out
+    images right instead of 87.8%.
     """
     with quietly(), tempfile.TemporaryDirectory() as scratch, _reading_back(Path(scratch), source.stat().st_size):
         prepared, quantised = Path(scratch) / "prepared.onnx", Path(scratch) / "quantised.onnx"
@@ -59,7 +59,7 @@ def write_int8(source: Path, path: Path, images: Tensor) -> None:
 
 @contextlib.contextmanager
 def _reading_back(scratch: Path, size: int) -> Iterator[None]:
-    """onnxruntime's tools do not notice a full disk before they read what they wrote."""
+    """Turns an error of onnxruntime's tools into OSError if the disk is full: they notice only when they read back."""
     try:
         yield
     except Exception as error:
@@ -69,5 +69,5 @@ def _reading_back(scratch: Path, size: int) -> Iterator[None]:
 
 
 def is_of_gate(convolution: onnx.NodeProto) -> bool:
-    """By the name of its weights, which is that of their module."""
+    """Returns whether a convolution belongs to a gate, by the name of its weights."""
     return ".gate." in convolution.input[1]

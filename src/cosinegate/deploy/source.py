@@ -1,4 +1,4 @@
-"""What a deployment command starts from: a trained network, its config and its data, by a run's or a card's folder."""
+"""The input of deployment commands: a trained network, its config and its data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from cosinegate.training.load import chosen_path, load_checkpoint, run_folder_of
 
 @dataclass
 class Source:
-    """A network as it was trained or written, with what it needs to be compiled and measured."""
+    """A trained or written network, with what compiling and measuring it need."""
 
     path: Path  # the checkpoint, or the folder of an export or of exits
     folder: Path  # the run's, or the same as `path`
@@ -32,16 +32,16 @@ class Source:
 
     @property
     def dense_flops(self) -> int:
-        """FLOPs for one image of the network as it was trained, without its gates."""
+        """Returns the FLOPs for one image of the trained network without its gates."""
         return dense_flops(dense_network(self.config), self.data.image_set.shape)
 
     @property
     def reference_flops(self) -> int:
-        """FLOPs for one image of the dense network of the config's depth and width."""
+        """Returns the FLOPs for one image of the dense network of the config's depth and width."""
         return reference_flops(self.config)
 
     def held_out(self) -> Tensor:
-        """Images that gates run on and thresholds are set by: never the test set's."""
+        """Returns the images that gates run on and thresholds are set on: never test images."""
         return self.data.held_out()[0]
 
     @property
@@ -50,7 +50,7 @@ class Source:
         return "held-out images" if kept else "training images, for the run kept none aside"
 
     def compile(self, dynamic: Dynamic, tolerance: float) -> tuple[Network, Changes | None]:
-        """The network without what its gates have settled; one without gates stays as it is."""
+        """Returns the network without settled gates and closed blocks, and the changes; one without gates as it is."""
         if isinstance(self.network, EarlyExitNetwork) or not self.network.has_gates:
             return self.network, None
         compiled, changes = compile_gates(self.network, self.held_out(), dynamic, tolerance)
@@ -58,14 +58,14 @@ class Source:
         return compiled, changes
 
     def dense(self) -> GatedNetwork:
-        """The network that times are ratios to, with BatchNorm folded."""
+        """Returns the dense network that times are compared with, BatchNorm folded."""
         return folded(reference_network(self.config))
 
 
 def load_source(
     run: str, checkpoint: Checkpoint | None = None, root: str | None = None, data_folder: str | None = None
 ) -> Source:
-    """The network of a run's folder, a checkpoint, or a folder of an export or of exits, with its data."""
+    """Returns the network of a run's folder, a checkpoint, or a folder of an export or of exits, with its data."""
     actions = None
     if is_written_network(Path(run)):
         card, network, config = read_network(run)
@@ -84,12 +84,12 @@ def load_source(
 
 
 def is_written_network(run: Path) -> bool:
-    """Whether a folder holds an export or exits, and no checkpoints of a run."""
+    """Returns whether a folder holds an export or exits rather than a run."""
     return is_card_folder(run) and not (run / "checkpoints").exists()
 
 
 def is_the_records(checkpoint: Path) -> bool:
-    """Whether a checkpoint is the one that its run's record has the test accuracy of."""
+    """Returns whether a checkpoint is the one that its run's record has the test accuracy of."""
     if checkpoint.is_dir():
         return (checkpoint / "record.json").exists()
     folder = run_folder_of(checkpoint)
@@ -97,7 +97,7 @@ def is_the_records(checkpoint: Path) -> bool:
 
 
 def require_something_to_deploy(source: Source) -> None:
-    """Ends with one line for a dense run without exits."""
+    """Raises UserError for a dense run without exits."""
     is_dense_run = source.actions is None and not isinstance(source.network, EarlyExitNetwork)
     if is_dense_run and not source.network.has_gates:
         raise UserError(f"{source.path}: a dense network has no gates, so there is nothing to compile")

@@ -1,4 +1,4 @@
-"""Times models in turn, round by round, and compares each with the dense network on the same engine."""
+"""Times models in turns, round by round, and compares each with the dense network on the same engine."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ Times = dict[tuple[str, str, str], list[float]]  # ms an image in each round, by
 
 @dataclass
 class Row:
-    """One model at one batch size, in the fastest of its ways to run."""
+    """A model at a batch size, in its fastest way to run."""
 
     model: str
     engine: str  # torch or onnxruntime
@@ -39,7 +39,7 @@ class Row:
 
 
 def round_times(ways: dict[tuple[str, str], dict[str, Run]], batch: int, images: Tensor, rounds: int) -> Times:
-    """Every round takes other images, the same for all models, and enough of them that no single route decides."""
+    """Times every model on each round's images, enough of them that no single route decides."""
     times: Times = {(*model, way): [] for model, by_way in ways.items() for way in by_way}
     number = batch * -(-IMAGES_A_ROUND // batch)
     for index in range(-1, rounds):  # the first warms up
@@ -56,6 +56,7 @@ def round_times(ways: dict[tuple[str, str], dict[str, Run]], batch: int, images:
 
 
 def _milliseconds(run: Run, batches: tuple[Tensor, ...]) -> float:
+    """Returns the time of all batches after a pause and a first batch that is not counted."""
     time.sleep(PAUSE)
     run(batches[0])
     begin = time.perf_counter()
@@ -65,7 +66,7 @@ def _milliseconds(run: Run, batches: tuple[Tensor, ...]) -> float:
 
 
 def table_rows(times: Times, models: dict[str, Model], int8: dict[str, float], batch: int) -> list[Row]:
-    """A row for each model and engine; `int8` has the FLOPs of the run's network with int8 convolutions."""
+    """Returns a row for each model and engine; `int8` has the FLOPs of the run's network with int8 convolutions."""
     medians = {key: statistics.median(rounds) for key, rounds in times.items()}
     fastest: dict[tuple[str, str], str] = {}
     for model, engine, way in times:
@@ -105,12 +106,13 @@ def table_rows(times: Times, models: dict[str, Model], int8: dict[str, float], b
 
 
 def _middle_half(values: list[float]) -> float:
+    """Returns the distance between the quartiles."""
     low, high = np.percentile(values, [25, 75])
     return high - low
 
 
 def time_bar(model: Model, engine: str, batch: int) -> float | None:
-    """The time ratio that the run's network is allowed."""
+    """Returns the time ratio that the run's network may have, or None."""
     if not model.is_own or "int8" in engine or (batch != 1 and batch < MANY):
         return None
     if not model.routes:

@@ -1,4 +1,4 @@
-"""One file a gate. A gate answers one question: how open is the block, for each sample?"""
+"""One file for each gate. A gate decides how open its block is, for each sample."""
 
 from cosinegate.gates.cosine import Controller, CosineGate
 from cosinegate.gates.decision import Decision

@@ -11,7 +11,7 @@ from cosinegate.gates.gate import Gate, Slot
 
 
 class ControllerGate(Gate):
-    """W2 starts at zero, so the gate starts half open for every image."""
+    """Decides by the controller alone. W2 starts at zero, so the gate starts half open for every image."""
 
     def __init__(self, *, controller: Controller, gamma: float, learnable: bool, opening: nn.Module) -> None:
         super().__init__(opening)

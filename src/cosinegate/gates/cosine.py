@@ -42,7 +42,7 @@ class CosineGate(Gate):
 
 
 def signed_gamma(config: CosineGateConfig) -> float:
-    """γ_0 as printed, or +|γ_0| where high CIR opens."""
+    """Returns γ_0 as printed, or +|γ_0| with the polarity in which high CIR opens."""
     return abs(config.gamma.init) if config.polarity is Polarity.novelty else config.gamma.init
 
 

@@ -1,4 +1,4 @@
-"""What every gate returns: how open it is for each sample, and what it compared."""
+"""What every gate returns: how open it is for each sample, its logit, and the CIR."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Decision(NamedTuple):
-    """One gate's decision for a batch; each field is (B,)."""
+    """A gate's decision for a batch; each field is (B,)."""
 
     gate: Tensor  # z in training, 0 or 1 in evaluation
     logit: Tensor
@@ -15,5 +15,5 @@ class Decision(NamedTuple):
 
 
 def without_cir(gate: Tensor, logit: Tensor) -> Decision:
-    """The decision of a gate that does not look at F(x)."""
+    """Returns the decision of a gate that does not use F(x)."""
     return Decision(gate, logit.expand_as(gate), torch.full_like(gate, torch.nan))

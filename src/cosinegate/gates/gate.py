@@ -1,4 +1,4 @@
-"""The slot's contract. Every gate answers one question: how open is the block, for each sample?"""
+"""The contract of a gate: it decides how open its block is, for each sample."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from cosinegate.geometry import Dots
 
 @dataclass
 class Slot:
-    """Where a gate goes, and what its maker may ask for."""
+    """The place of a gate in the network, and what the gate is made with."""
 
     channels: int  # of the block's input
     gate_index: int  # among the network's gates, from 0
@@ -20,9 +20,10 @@ class Slot:
 
 
 class Gate(nn.Module):
-    """A gate that `decides_first` sees its block's input alone; in evaluation F then runs for the open samples only.
+    """A base for gates. One that `decides_first` sees only its block's input; in evaluation F runs for open samples
+    only.
 
-    One that does not is called with the dot products of s and F(x), once F has run for every sample.
+    Other gates are called with the dot products of s and F(x), after F has run for every sample.
     """
 
     decides_first = True
@@ -33,7 +34,7 @@ class Gate(nn.Module):
 
     @property
     def threshold_logit(self) -> float:
-        """The logit above which the gate is open in evaluation."""
+        """Returns the logit above which the gate is open in evaluation."""
         return self.opening.threshold_logit
 
     def decide(self, x: Tensor, images: Tensor) -> Decision:
@@ -46,14 +47,14 @@ class Gate(nn.Module):
 
 
 class ScoreGate(Gate):
-    """Decides first: its logit is `score` of what `features` takes from the block's input."""
+    """A gate that decides first: its logit is `score` of the `features` of its block's input."""
 
     def __init__(self, score: nn.Module, opening: nn.Module) -> None:
         super().__init__(opening)
         self.score = score
 
     def features(self, x: Tensor) -> Tensor:
-        """What the score is computed from."""
+        """Returns the input of the score."""
         raise NotImplementedError
 
     def decide(self, x: Tensor, images: Tensor) -> Decision:
@@ -62,6 +63,6 @@ class ScoreGate(Gate):
 
 
 def start_open(layer: nn.Linear, fraction: float | None) -> None:
-    """Sets the bias of a gate's last layer so that it starts about this open; None leaves it as it was drawn."""
+    """Sets the bias of a gate's last layer so that it starts about this open; None keeps the bias as drawn."""
     if fraction is not None:
         nn.init.constant_(layer.bias, math.log(fraction / (1 - fraction)))

@@ -1,4 +1,4 @@
-"""Which gate goes into a block's slot: a table from `gate.kind` to the file that makes it."""
+"""Makes the gate of every block: a table from `gate.kind` to the file that makes it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,16 +50,16 @@ def gate_config(kind: str, **options: Any) -> DictConfig:
 
 
 class GateMaker:
-    """Makes the gate of every block of a network, in order; `gated` says which blocks have one."""
+    """Makes the gates of a network's blocks in order; `gated` tells which blocks have one."""
 
     def __init__(self, config: GateConfig, gated: list[bool]) -> None:
         self.config, self.gated, self.count = config, iter(gated), 0
         self.relaxation = _relaxation(config)  # one for all gates
 
     def __call__(self, channels: int) -> Gate | None:
-        """The next block's gate, whose input has `channels` channels.
+        """Returns the gate of the next block, whose input has `channels` channels, or None.
 
-        It draws its weights aside, so that the network around it starts as it would with other gates, or with none.
+        Its weights are drawn from a forked generator: the rest of the network starts the same with any gate, or none.
         """
         if not next(self.gated):
             return None

@@ -1,4 +1,4 @@
-"""A gate that compiling fits to another gate's decisions, by the block's input, so that the block can skip F."""
+"""A gate that compiling fits to another gate's decisions, from the block's input alone, so that F can be skipped."""
 
 from torch import Tensor, nn
 

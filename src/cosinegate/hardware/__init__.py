@@ -1,1 +1,1 @@
-"""Processes, memory, and what is mended of libraries."""
+"""Processes, memory, and repairs of libraries."""

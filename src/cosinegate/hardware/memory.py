@@ -1,7 +1,7 @@
 """Keeps freed memory in the process.
 
-Training on a CPU frees and takes the same feature maps at every step. glibc gives blocks of that size back to the
-system each time, which then hands out zeroed pages again.
+Training on a CPU frees and allocates the same feature maps at every step. By default glibc returns blocks of that size
+to the system each time, which hands out zeroed pages again.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def keep_freed_memory() -> None:
-    """Does nothing where the C library is not glibc."""
+    """Sets glibc's thresholds; does nothing with another C library."""
     if (libc := _glibc()) is not None:
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_MAPPED)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -25,6 +25,6 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Now and then: what lies between blocks in use would grow over the epochs."""
+    """Returns free memory to the system, called now and then: fragments would grow over the epochs."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)

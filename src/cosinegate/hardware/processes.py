@@ -1,4 +1,4 @@
-"""One global batch over several processes, so that together they compute what one process would."""
+"""One global batch over several processes, which together compute what one process would."""
 
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ class Share(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """What this process's mean counts for when the processes' means are averaged; 1 where all have as many."""
+        """Returns the weight of this process's mean when the processes' means are averaged; 1 where parts are equal."""
         return (self.stop - self.start) * self.world_size / self.total
 
 
 def sum_over_processes(tensor: Tensor) -> Tensor:
-    """Of all processes; it has no gradient."""
+    """Returns the sum over all processes, without a gradient."""
     if not (dist.is_available() and dist.is_initialized()):
         return tensor
     total = tensor.detach().clone()
@@ -31,9 +31,9 @@ def sum_over_processes(tensor: Tensor) -> Tensor:
 
 
 def over_processes(mean: Tensor) -> Tensor:
-    """The mean over all processes, with the gradient of this process's own mean.
+    """Returns the mean over all processes, with the gradient of this process's own mean.
 
-    Each process then adds the gradient of its own share and DDP averages them: the gradient of the global mean.
+    Each process adds the gradient of its own part and DDP averages them, which is the gradient of the global mean.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return mean

@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch: several devices normalise as one would."""
+"""BatchNorm over the global batch on CPUs: several devices normalise as one would."""
 
 import torch
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -8,7 +8,7 @@ from cosinegate.hardware.processes import SumOverProcesses
 
 
 class GlobalBatchNorm(nn.Module):
-    """BatchNorm with the mean and variance of the global batch, as torch's SyncBatchNorm has it on GPUs alone."""
+    """BatchNorm with the mean and variance of the global batch, as torch's SyncBatchNorm has them on GPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -31,18 +31,18 @@ class GlobalBatchNorm(nn.Module):
 
 
 class GlobalBatchNorm1d(GlobalBatchNorm, nn.BatchNorm1d):
-    """Of a gate's layers."""
+    """The same for a gate's layers."""
 
 
 class GlobalBatchNorm2d(GlobalBatchNorm, nn.BatchNorm2d):
-    """Of feature maps."""
+    """The same for feature maps."""
 
 
 GLOBAL = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
 
 
 class SyncBatchNormOnCPU(TorchSyncBatchNorm):
-    """What lightning's `sync_batchnorm` does where torch's own layer cannot run."""
+    """A plugin that does what lightning's `sync_batchnorm` does, where torch's own layer cannot run."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         return _turned(model, GLOBAL)

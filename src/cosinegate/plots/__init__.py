@@ -1,1 +1,1 @@
-"""Figures of one run."""
+"""Figures of a run."""

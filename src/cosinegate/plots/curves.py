@@ -1,4 +1,4 @@
-"""One figure of a run: accuracy, efficiency, a curve for every gate, and the block x epoch heat map."""
+"""A figure of a run: accuracy, efficiency, a curve for every gate, and the block x epoch heat map."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ SETTLED = 0.02  # routing has settled once the mean gate stays this close to its
 
 
 def phases(rows: dict[int, Row], warmup_epochs: float) -> list[tuple[str, float, float]]:
-    """The paper's three phases as (name, left edge, right edge) in epochs, by a rule that every run can be held to.
+    """Returns the paper's three phases as (name, left edge, right edge) in epochs, by a rule that fits every run.
 
     I, exploration: prog(t) is below a half. II, constraint: from there until the warmup is over and the mean gate stays
     within 0.02 of its last value. III, convergence: the rest. A phase that a run does not reach is left out.
@@ -41,7 +41,7 @@ def phases(rows: dict[int, Row], warmup_epochs: float) -> list[tuple[str, float,
 
 
 def draw_curves(rows: dict[int, Row], path: Path, title: str, tau_target: float | None, warmup_epochs: float) -> None:
-    """Writes the figure as PNG; without a `tau_target` nothing pushes the gates, and prog(t) moves nothing."""
+    """Writes the figure as PNG; without a `tau_target`, and so a penalty, it has no prog(t), target or phases."""
     figure = curves_figure(rows, title, tau_target, warmup_epochs)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -50,7 +50,7 @@ def draw_curves(rows: dict[int, Row], path: Path, title: str, tau_target: float 
 
 
 def curves_figure(rows: dict[int, Row], title: str, tau_target: float | None, warmup_epochs: float) -> Figure:
-    """Returns the four panels."""
+    """Returns the figure with its four panels."""
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
     figure.suptitle(title)
     accuracy, efficiency, curves, heat = axes.flat
@@ -89,7 +89,7 @@ def _draw_efficiency(axis: Axes, rows: dict[int, Row], gated: bool, tau_target: 
 
 
 def _draw_gates(axis: Axes, rows: dict[int, Row], blocks: list[str]) -> None:
-    """A curve a block."""
+    """Draws a curve for each block."""
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.95, max(len(blocks), 1)))
     for index, name in enumerate(blocks):
         _plot(axis, rows, name, f"{index}", color=colours[index])
@@ -109,7 +109,7 @@ def _draw_heat_map(axis: Axes, rows: dict[int, Row], blocks: list[str]) -> None:
 
 
 def _mark_epochs(axis: Axes, epochs: list[int], marked: list[tuple[str, float, float]]) -> None:
-    """Whole epochs on the axis, and where the phases begin."""
+    """Puts whole epochs on the axis, and marks where the phases begin."""
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xlim(epochs[0] - 0.5, epochs[-1] + 0.5)
     for name, start, end in marked:

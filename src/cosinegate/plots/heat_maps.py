@@ -1,4 +1,4 @@
-"""Two pictures of the gates: block x epoch and class x block."""
+"""Two heat maps of the gates: block x epoch and class x block."""
 
 import matplotlib
 import numpy as np
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 
 def block_by_epoch(rows: dict[int, Row]) -> Figure:
-    """The fraction of samples that compute each block, over the epochs that were validated."""
+    """Returns a heat map of the fraction of samples that compute each block, over the validated epochs."""
     names = sorted({name for row in rows.values() for name in row if name.startswith("gates/block_")})
     epochs = sorted(epoch for epoch, row in rows.items() if names and names[0] in row)
     table = np.array([[rows[epoch][name] for epoch in epochs] for name in names])
@@ -19,7 +19,7 @@ def block_by_epoch(rows: dict[int, Row]) -> Figure:
 
 
 def class_by_block(shares: np.ndarray, classes: tuple[str, ...]) -> Figure:
-    """The fraction of each class's images that compute each block."""
+    """Returns a heat map of the fraction of each class's images that compute each block."""
     return _drawn(shares, "class x block", "block", "class", list(range(shares.shape[1])), list(classes))
 
 

@@ -1,1 +1,1 @@
-"""One HTML file about one run or several: opens from disk, asks the network for nothing."""
+"""One HTML file about one run or several. It opens from disk and loads nothing from the network."""

@@ -1,4 +1,4 @@
-"""What the page shows of a run, as plain values."""
+"""The content of the HTML page, as plain values."""
 
 import base64
 import io
@@ -26,7 +26,7 @@ NEEDED = ("experiment", "data", "gate", "selected_on", "versions", "flops", "acc
 
 
 def run_content(folder: Path, examples: int, limit_batches: int | None = None) -> dict[str, Any]:
-    """A run's card, curves and, from its checkpoint, what the gates did with every test image."""
+    """Returns a run's card and curves and, from its checkpoint, the gates' decisions for every test image."""
     record = read_record(folder)
     if record is None:
         raise UserError(f"runs = {folder}: has no record.json; give a run's folder")
@@ -72,7 +72,7 @@ def run_content(folder: Path, examples: int, limit_batches: int | None = None) -
 
 
 def routes_content(routes: Routes, pixels: np.ndarray, classes: tuple[str, ...], examples: int) -> dict[str, Any]:
-    """What the gates did, and `examples` images that took the fewest blocks and as many that took the most."""
+    """Returns statistics of the routes, and `examples` images with the fewest and as many with the most blocks."""
     fewest, most = routes.extremes(min(examples, len(routes.index) // 2))
     content: dict[str, Any] = {
         "images": len(routes.index),

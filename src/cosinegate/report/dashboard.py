@@ -7,7 +7,7 @@ EPOCH = "epoch"
 
 
 def build_workspace(entity: str, project: str) -> ws.Workspace:
-    """What `make dashboard` saves."""
+    """Returns the workspace that `make dashboard` saves."""
     sections = [_accuracy(), _gates(), _geometry(), _compute(), _sweep()]
     return ws.Workspace(entity=entity, project=project, name="CosineGate", sections=sections)
 

@@ -1,4 +1,4 @@
-"""Puts the page together: template, style, charts' library, data and script in one file."""
+"""Writes the HTML page: template, style, charts' library, data and script in one file."""
 
 import json
 import math
@@ -24,7 +24,7 @@ OWN = r"<!doctype html>.*<title>CosineGate report</title>"
 
 
 def report(config: DictConfig) -> None:
-    """Writes the report that the config asks for, and says where."""
+    """Writes the report that the config asks for, and prints its path."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folders = chosen_folders(config)
@@ -39,7 +39,7 @@ def report(config: DictConfig) -> None:
 
 
 def write_report(folders: list[Path], path: Path, limit_batches: int | None = None) -> None:
-    """One self-contained HTML file about the runs in the folders."""
+    """Writes one self-contained HTML file about the runs in the folders."""
     require_own({path: OWN})
     examples = max(4, min(24, 96 // len(folders)))  # a page of many runs stays small
     runs = [run_content(folder, examples, limit_batches) for folder in track(folders, "reading runs", transient=True)]
@@ -53,7 +53,7 @@ def write_report(folders: list[Path], path: Path, limit_batches: int | None = No
 
 
 def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
-    """The runs that can be compared, as points: of several families the one with the most configurations."""
+    """Returns the points of the runs that can be compared: those of the family with the most configurations."""
     runs = find_runs(folders, lambda words: say(words.replace("skipped", "left out of the frontier", 1)))
     by_family = families(runs, "counted")
     if not by_family:
@@ -68,7 +68,7 @@ def _frontier(folders: list[Path]) -> list[dict[str, Any]]:
 
 
 def _plain(node: Any) -> Any:
-    """Without what is not a number, for which JSON has no word, and without control characters."""
+    """Returns the content without control characters, and with null for numbers that JSON does not have."""
     if isinstance(node, dict):
         return {printable(key): _plain(child) for key, child in node.items()}
     if isinstance(node, list | tuple):

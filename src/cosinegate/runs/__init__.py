@@ -1,1 +1,1 @@
-"""A run's files: its record, checkpoints, locks; written whole, read with care."""
+"""A run's files: record, checkpoints, locks. They are written whole and read as untrusted."""

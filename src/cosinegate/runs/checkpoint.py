@@ -1,5 +1,6 @@
-"""Reading a checkpoint. It is data, read with `weights_only` and bounds: nothing in it runs, and nothing in it can ask
-for more memory than the file itself takes.
+"""Reads checkpoints as data, with `weights_only` and bounds.
+
+Nothing in a checkpoint runs, and nothing in it can ask for more memory than the file itself takes.
 """
 
 import pickle
@@ -19,7 +20,7 @@ UNREADABLE += (OverflowError, AssertionError, NotImplementedError, pickle.Unpick
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds; a file that is damaged or something else is answered with one line."""
+    """Returns the content of a checkpoint. Raises UserError for a damaged file or another kind of file."""
     try:
         _check_archive(path)
         with warnings.catch_warnings(action="ignore"):  # what torch thinks of a file that it then refuses
@@ -34,7 +35,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def load_weights(module: nn.Module, stored: dict[str, Any], path: Path) -> None:
-    """Puts a checkpoint's weights into a module; those of another network, or version, are answered with one line."""
+    """Loads a checkpoint's weights into a module. Raises UserError for those of another network or version."""
     try:
         module.load_state_dict(stored["state_dict"])
     except (RuntimeError, AttributeError, TypeError) as error:
@@ -43,7 +44,7 @@ def load_weights(module: nn.Module, stored: dict[str, Any], path: Path) -> None:
 
 
 def _check_archive(path: Path) -> None:
-    """torch.save stores without compression: what unpacks to more than the file was made to fill the memory."""
+    """Raises an error if the file unpacks to more than its own size: torch.save does not compress."""
     if not path.is_file():
         raise ValueError("not a file")
     with zipfile.ZipFile(path) as archive:

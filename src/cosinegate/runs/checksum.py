@@ -1,4 +1,4 @@
-"""A checkpoint carries a digest of itself, in the comment that ends a zip file: any bit that changes is noticed."""
+"""A digest in a checkpoint's zip comment: any bit that changes is noticed."""
 
 import hashlib
 import struct
@@ -11,13 +11,13 @@ END = b"PK\x05\x06"  # the last record of a zip file: 22 bytes, of which the las
 
 
 def sealed(content: bytes) -> bytes:
-    """The zip file `content`, as torch writes it without a comment, with its digest."""
+    """Returns a zip file as torch writes it, with its digest as the comment."""
     body = content[:-2] + struct.pack("<H", LENGTH) + MARK
     return body + hashlib.sha256(body).hexdigest().encode()
 
 
 def is_intact(path: Path) -> bool:
-    """Whether the file is as it was written. One without a digest, of an earlier version, has its zip checksums."""
+    """Returns whether a file is as it was written. An earlier version's, without a digest, has zip checksums."""
     if not path.is_file():  # a pipe would be waited for
         return False
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Writing a file so that a reader finds the old one or the new one, never a part."""
+"""Writes files so that a reader finds the old one or the new one, never a part."""
 
 import contextlib
 import errno
@@ -18,9 +18,9 @@ PART = ".part"
 
 @contextlib.contextmanager
 def replacing(path: Path, kept_as: Path | None = None) -> Iterator[IO[bytes]]:
-    """A binary file beside `path` that takes its place when the block ends well, and is gone when it does not.
+    """Yields a temporary binary file that replaces `path` if the block succeeds, and is removed if not.
 
-    With `kept_as` the file that it replaces stays under that name.
+    With `kept_as` the replaced file is kept under that name.
     """
     part = path.with_name(f".{path.name}-{secrets.token_hex(4)}{PART}")
     with part.open("xb") as file:  # with the rights that the umask leaves
@@ -46,7 +46,7 @@ def _keep(path: Path, kept_as: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """A rename is on disk when its folder is."""
+    """Flushes a folder to disk: a rename lasts once its folder does."""
     with contextlib.suppress(OSError):  # not every file system can
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -56,13 +56,13 @@ def _settle(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Whatever it is, a record, a table or a traceback: without the secrets of the environment."""
+    """Writes text without the secrets of the environment: a record, a table, a traceback."""
     with replacing(path) as file:
         file.write(masked(text).encode())
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, so that a loss of power does not undo it."""
+    """Makes a folder and its missing parents, flushed to disk."""
     refuse_dangling_links(folder)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,14 +71,14 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_dangling_links(folder: Path) -> None:
-    """Ends with one line where a part of the path is a link to nothing: no folder can be made there."""
+    """Raises UserError if a part of the path is a link to nothing."""
     for place in (folder, *folder.parents):
         if place.is_symlink() and not place.exists():
             raise UserError(f"{folder}: cannot be made: {place} is a link to {os.readlink(place)}, which is not there")
 
 
 def require_writable(folder: Path) -> None:
-    """Ends with one line before the work instead of after it; makes the folder where there is none."""
+    """Makes the folder if it is missing. Raises UserError, before the work, if it cannot be written to."""
     try:
         make_folder(folder)
         probe = folder / f".{secrets.token_hex(4)}{PART}"
@@ -89,12 +89,12 @@ def require_writable(folder: Path) -> None:
 
 
 def is_part(name: str, of: Iterable[str]) -> bool:
-    """Whether a file of this name is what a write of one of the files `of` leaves where a kill ends it."""
+    """Returns whether a file name is that of a temporary file which a killed write of one of the files `of` left."""
     return re.fullmatch(rf"\.({'|'.join(map(re.escape, of))})-[0-9a-z_]{{8}}{re.escape(PART)}", name) is not None
 
 
 def remove_parts(folder: Path, of: Iterable[str]) -> None:
-    """Removes what ended writes of the files `of` left in the folder, and nothing else."""
+    """Removes temporary files that killed writes of the files `of` left in the folder."""
     with contextlib.suppress(FileNotFoundError):
         for path in list(folder.iterdir()):
             if is_part(path.name, of) and stat.S_ISREG(path.lstat().st_mode):
@@ -102,7 +102,7 @@ def remove_parts(folder: Path, of: Iterable[str]) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Opens a regular file and nothing else: a link is not followed, a pipe not waited for."""
+    """Opens a regular file only: a link is not followed, a pipe not waited for."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

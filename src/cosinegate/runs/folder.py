@@ -1,4 +1,4 @@
-"""The folder of a run: which one it may be, and whether what lies there is of this run."""
+"""The folder of a run: where it may be, and whether its content belongs to this run."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ CHECKPOINTS = ("last.ckpt", "best.ckpt")
 
 
 def own_record(folder: Path, config: DictConfig, facts: dict[str, Any]) -> Record | None:
-    """The record of this run, or None before its first start. Any other folder is refused with one line."""
+    """Returns the record of this run, or None before its first start. Raises UserError for any other folder."""
     _refuse_shared(folder, Path(config.runs_dir))
     record = read_record(folder)
     if record is None:
@@ -40,7 +40,7 @@ def remove_scraps(folder: Path) -> None:
 
 
 def link_latest(folder: Path) -> None:
-    """Points `latest` beside the run's folder to it. Anything else of that name stays as it is."""
+    """Makes `latest`, beside the run's folder, a link to it. Anything else of that name is left alone."""
     link = folder.parent / LATEST
     with contextlib.suppress(OSError):  # a file system without links
         if link.is_symlink() and RUN.fullmatch(os.readlink(link)):
@@ -49,14 +49,14 @@ def link_latest(folder: Path) -> None:
 
 
 def run_stamp(config: DictConfig) -> dict[str, Any]:
-    """What a checkpoint says of the run that it belongs to."""
+    """Returns the identity and the seed that a checkpoint has of its run."""
     return {"identity": identity(config), "seed": config.seed}
 
 
 def differences(theirs: dict[str, Any], config: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys, with both values, in which a stored config asks for another computation than `config`.
+    """Returns the keys, with both values, in which a stored config asks for another computation than `config`.
 
-    Keys that only one of them has are passed over: versions differ in these.
+    Keys that only one of them has are ignored: versions differ in these.
     """
     ours, theirs = leaves(json.loads(masked(json.dumps(primitives(config))))), leaves(theirs)
     apart = [
@@ -69,7 +69,7 @@ def differences(theirs: dict[str, Any], config: DictConfig) -> dict[str, tuple[A
 
 
 def stored_config(folder: Path) -> dict[str, Any]:
-    """config.yaml as plain values; empty where there is none."""
+    """Returns config.yaml as plain values; empty if there is none."""
     path = folder / "config.yaml"
     try:
         content = parse_yaml(read_text(path), path)
@@ -81,7 +81,7 @@ def stored_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_shared(folder: Path, runs_dir: Path) -> None:
-    """A run is alone in its folder: no place that other things lie in may become one."""
+    """Raises UserError if a run's folder would hold other things: a home, the runs, another run."""
     refuse_dangling_links(folder)
     place = folder.resolve()
     home = None
@@ -112,7 +112,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _refuse_foreign_files(folder: Path) -> None:
-    """What may lie there without a record is what a start leaves that a kill ends."""
+    """Raises UserError if a folder without a record holds more than a killed start leaves."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     if any(name in names for name in ("config.yaml", "metrics.csv", "checkpoints")):
         raise UserError(f"run_dir = {folder}: holds files of a run but no record.json; choose another folder")

@@ -1,4 +1,4 @@
-"""Which program, by its commit and packages, trained which epochs of a run."""
+"""The programs, by commit and packages, that trained each epoch of a run."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from cosinegate.runs.record import Program, Record, Span
 
 
 def spans(before: Record | None, epochs: int, inside: bool, planned: int, program: Program) -> list[Span]:
-    """The programs of a run that goes on after so many `epochs`, `inside` the next one or at its beginning.
+    """Returns the programs of a run that resumes after so many `epochs`, `inside` the next one or at its start.
 
     `before` is the run's record. This program is the last, unless nothing is left to train.
     """
@@ -27,7 +27,7 @@ def _program(of: Program) -> dict[str, Any]:
 
 
 def what_changed(earlier: Program, now: Program) -> str | None:
-    """How two programs differ, in words."""
+    """Returns in words how two programs differ, or None."""
     before, after = _named(earlier), _named(now)
     both = [name for name in after if name in before]
     changed = [f"{name} {before[name]} -> {after[name]}" for name in both if before[name] != after[name]]

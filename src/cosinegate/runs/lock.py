@@ -1,4 +1,4 @@
-"""One process trains in a folder. The lock goes with the process, however it ends."""
+"""A lock on a run's folder. It goes with the process, however that ends."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def locked(folder: Path, wait: bool, quiet: bool = False) -> Iterator[None]:
-    """Holds the folder. Where another process has it, waits for its end or says so; `quiet` waits without a line."""
+    """Holds the folder. Waits for another process that has it, or raises UserError; `quiet` prints nothing."""
     path = folder / LOCK
     try:
         make_folder(folder)
@@ -39,7 +39,7 @@ def locked(folder: Path, wait: bool, quiet: bool = False) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process trains in the folder now."""
+    """Returns whether a process holds the folder now."""
     try:
         descriptor = open_regular(folder / LOCK, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Which runs a sweep or a search is made of, kept in runs_dir/.sweeps for `make pareto SWEEP=...`."""
+"""The list of a sweep's or a search's runs, kept in runs_dir/.sweeps for `make pareto SWEEP=...`."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ def manifest_path(name: str, runs_dir: str) -> Path:
 
 
 def add_to_manifest(name: str, runs_dir: str, folders: list[Path]) -> None:
-    """Adds runs to a sweep's list. Those of earlier commands and of other processes stay."""
+    """Adds runs to a sweep's list, and keeps those of earlier commands and of other processes."""
     path = manifest_path(name, runs_dir)
     with naming(path), locked(path.parent, wait=True, quiet=True):
         before = read_manifest(path) if os.path.lexists(path) else []
@@ -31,7 +31,7 @@ def add_to_manifest(name: str, runs_dir: str, folders: list[Path]) -> None:
 
 
 def read_manifest(path: Path) -> list[str]:
-    """The folders of a sweep's runs, seen from runs_dir."""
+    """Returns the folders of a sweep's runs, relative to runs_dir."""
     listed = read_json(path)
     runs = listed.get("runs") if isinstance(listed, dict) else None
     if not isinstance(runs, list) or not all(isinstance(run, str) for run in runs):
@@ -40,6 +40,7 @@ def read_manifest(path: Path) -> list[str]:
 
 
 def how_to_draw(name: str, runs_dir: str) -> str:
+    """Returns the command that draws the sweep's runs."""
     values = {"sweep": name, "runs_dir": runs_dir}
     words = [f"{key}={value if PLAIN.fullmatch(value) else json.dumps(value)}" for key, value in values.items()]
     command = shlex.join(["python", "src/pareto.py", *words])
@@ -47,7 +48,7 @@ def how_to_draw(name: str, runs_dir: str) -> str:
 
 
 def digest(folders: list[Path], runs_dir: str) -> str:
-    """Ten hex digits that two commands share when they ask for the same runs."""
+    """Returns ten hex digits that two commands share if they ask for the same runs."""
     return hashlib.sha256("\n".join(sorted(_relative(folders, runs_dir))).encode()).hexdigest()[:10]
 
 

@@ -1,4 +1,4 @@
-"""The files that commands write: over their own alone, whole or not at all, and an error names the path."""
+"""Writes the files of commands, only over files that the same command wrote."""
 
 import contextlib
 import os
@@ -19,10 +19,10 @@ BY_MATPLOTLIB = rb"Matplotlib v"  # how figures of earlier versions are marked
 
 
 def require_own(texts: dict[Path, str], figures: dict[Path, str] | None = None) -> None:
-    """Ends with one line where a command would write over anything but a file of its own.
+    """Raises UserError where a command would replace a file that it did not write.
 
-    A text is the command's own when its head matches the pattern; a figure when it has the command's mark. One of an
-    earlier version has none: it counts where a text beside it is the command's own.
+    A text is the command's own if its head matches the pattern; a figure if it has the command's mark. A figure of an
+    earlier version has no mark: it counts if a text beside it is the command's own.
     """
     heads = {path: _head(path) for path in (*texts, *(figures or {}))}
     own = {path for path, pattern in texts.items() if re.match(pattern.encode(), heads[path] or b"", re.DOTALL)}
@@ -37,7 +37,7 @@ def require_own(texts: dict[Path, str], figures: dict[Path, str] | None = None) 
 
 
 def _head(path: Path) -> bytes | None:
-    """How the file begins; None where there is none."""
+    """Returns the first bytes of a file, or None if there is none."""
     with naming(path):
         try:
             kind = os.lstat(path).st_mode
@@ -51,14 +51,14 @@ def _head(path: Path) -> bytes | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes the file and, where there is none, its folder."""
+    """Writes a file, and makes its folder."""
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
 
 
 def save_figure(figure: "Figure", path: Path, mark: str, dpi: int) -> None:
-    """Writes a PNG or SVG that has the command's mark; without a date, so that the same runs give the same file."""
+    """Writes a PNG or SVG with the command's mark and no date, so that the same runs give the same file."""
     kind = path.suffix[1:]
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def save_figure(figure: "Figure", path: Path, mark: str, dpi: int) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Makes one line of what the disk refuses: a full one gives an error without the path, or with that of a part."""
+    """Raises UserError with the path for what the disk refuses."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run's folder: the config, metrics.csv (a row an epoch) and record.json, which holds what a table needs."""
+"""The files of a run: its config, metrics.csv (a row for each epoch) and record.json, from which tables are made."""
 
 import copy
 import csv
@@ -53,7 +53,7 @@ Row = dict[str, float]
 
 
 class Record(Program):
-    """What record.json holds. An earlier version, and a run that is not finished, has fewer keys."""
+    """The content of record.json. An earlier version, and a run that is not finished, has fewer keys."""
 
     format: int = FORMAT
     status: Literal["running", "finished", "stopped", "failed"]
@@ -128,7 +128,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def require(record: Record, path: Path, *keys: str) -> None:
-    """Ends with one line where one of the keys has no value."""
+    """Raises UserError if one of the keys has no value."""
     for key in keys:
         value = attrgetter(key)(record)
         if value is None or value != value:
@@ -142,7 +142,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def read_metrics(folder: Path) -> dict[int, Row]:
-    """metrics.csv as a row an epoch, by its number from 1; what a row does not have is left out."""
+    """Returns the rows of metrics.csv by epoch, from 1; a row lacks the values that are empty."""
     path = folder / "metrics.csv"
     try:
         text = read_text(path, LARGEST_METRICS)
@@ -165,6 +165,7 @@ def read_metrics(folder: Path) -> dict[int, Row]:
 
 
 def write_metrics(folder: Path, rows: dict[int, Row]) -> None:
+    """Writes metrics.csv, whole or not at all."""
     names = sorted({name for row in rows.values() for name in row})
     text = io.StringIO()
     table = csv.DictWriter(text, ["epoch", *names], lineterminator="\n")
@@ -175,7 +176,7 @@ def write_metrics(folder: Path, rows: dict[int, Row]) -> None:
 
 
 def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
-    """Last and best validation accuracy, the epoch of the best (the first, if several), and the gates it had."""
+    """Returns last and best validation accuracy, the best's epoch (the first, if several) and its gates."""
     validated = {epoch: row for epoch, row in rows.items() if "val/acc" in row}
     if not validated:
         return {}
@@ -194,6 +195,7 @@ def accuracies(rows: dict[int, Row]) -> dict[str, Any]:
 
 
 def now() -> str:
+    """Returns the time as the record has it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -206,7 +208,7 @@ def ended_early(record: Record) -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """The program of a run: package versions, the commit, the command line, and of a sweep's job its own overrides."""
+    """Returns package versions, commit, command line and, for a job of a sweep, its own overrides."""
     overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
     return copy.deepcopy(_program()) | {"command": " ".join(sys.argv), "overrides": overrides}
 

@@ -1,4 +1,4 @@
-"""The parts of a run's record, and the values that they may have."""
+"""The parts of a run's record, with the ranges of their values."""
 
 import math
 from collections.abc import Callable
@@ -51,14 +51,14 @@ class Part(BaseModel):
 
 
 class Epochs(Part):
-    """Null where nobody recorded the training: of exits that were fitted to a checkpoint without its run."""
+    """Planned and trained epochs; null for exits that were fitted to a checkpoint without its run's record."""
 
     planned: Epoch | None = None
     done: Count | None
 
 
 class Accuracy(Part):
-    """Of the last and the best validation, and of the test; epochs count from 1."""
+    """Accuracy of the last and the best validation, and of the test; epochs count from 1."""
 
     last: FractionOrNan | None = None
     last_epoch: Count | None = None
@@ -72,7 +72,7 @@ class Accuracy(Part):
 
 
 class Flops(Part):
-    """Counted as the paper does, executed, and what compiling the gates would leave."""
+    """FLOPs counted as the paper does, executed, and as compiling the gates would leave them."""
 
     counted: RatioOrNan | None = None
     executed: RatioOrNan | None = None
@@ -81,7 +81,7 @@ class Flops(Part):
 
 
 class Compiled(Part):
-    """The compiled network: its FLOPs and blocks, and for how many test images it has the trained network's class."""
+    """The compiled network: FLOPs, blocks, and the number of test images with the trained network's class."""
 
     executed: Ratio
     blocks: Count
@@ -101,7 +101,7 @@ class Latency(Part):
 
 
 class Cut(Part):
-    """The keys of the trainer by which a run saw less than its epochs have."""
+    """The trainer's keys that made a run see less than its epochs have."""
 
     max_steps: int | None = None
     max_time: str | None = None
@@ -130,7 +130,7 @@ class Exits(Part):
 
 
 class Program(Part):
-    """What trains: the commit and the packages."""
+    """The program that trains: commit and packages."""
 
     git_commit: str | None = None
     git_changed: bool | None = None

@@ -1,4 +1,4 @@
-"""The table that ends a training run."""
+"""The table at the end of a training run."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SHOWN += ("mean_gate", "skip_percent", "flops.counted", "flops.executed", "image
 
 
 def show_record(record: Record, folder: Path) -> None:
-    """Prints what a finished run came to, and where its files are."""
+    """Prints the results of a finished run, and where its files are."""
     if not console.is_first_process():
         return
     require(record, folder / "record.json", *SHOWN)
@@ -73,7 +73,7 @@ def show_record(record: Record, folder: Path) -> None:
 
 
 def show_finished(record: Record, folder: Path) -> Record:
-    """What a command that asks for a finished run prints; returns the record."""
+    """Prints that a run is finished already, and its results; returns the record."""
     console.say(f"this run is finished; nothing was done. To train it again, change seed or move {folder} away")
     show_record(record, folder)
     return record

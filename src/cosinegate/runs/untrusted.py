@@ -1,6 +1,6 @@
-"""Reading what others may have written: as data, never as code, and with bounds, so that no file can take the memory.
+"""Reads text, JSON and YAML that others may have written: as data, never as code, and with bounds on memory.
 
-Nothing is looked up for it either: a `${oc.env:...}` in a checkpoint would fetch a secret of whoever reads it.
+Nothing is resolved: a `${oc.env:...}` in a checkpoint would fetch a secret of whoever reads it.
 """
 
 import json
@@ -19,7 +19,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
-    """A text file. Its absence is a FileNotFoundError, anything else with one line."""
+    """Returns the text of a file. Raises FileNotFoundError if it is missing, and UserError for anything else."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -41,6 +41,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file."""
     text = read_text(path)
     try:
         content = json.loads(text)
@@ -52,7 +53,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_yaml(text: str, path: Path) -> Any:
-    """What a YAML text says; an alias that stands for millions of values is refused before they are made."""
+    """Returns the content of a YAML text. An alias that stands for millions of values is refused first."""
     try:
         content = yaml.load(text, Loader=LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -62,9 +63,9 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def check_plain(content: Any, path: Path, resolved: bool = False) -> None:
-    """Ends with one line where there is more than dicts with words as keys, lists, words, numbers and nothing.
+    """Raises UserError unless the content is dicts with string keys, lists, strings, numbers and null.
 
-    With `resolved`, no word may ask for another value either.
+    With `resolved`, interpolations are refused too.
     """
     left, count = [(content, 0)], 0
     while left:
@@ -93,7 +94,7 @@ def value_at(content: Any, key: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """With the next one where the first only announces it, as torch does of weights that do not fit."""
+    """Returns an error in one line, with the second line where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines()] or [""]
     words = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {words[:240]}"

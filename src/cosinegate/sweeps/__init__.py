@@ -1,1 +1,1 @@
-"""Many runs: the jobs of a sweep, their progress, search."""
+"""Many runs: the jobs of a sweep, their progress, and search."""

@@ -1,4 +1,4 @@
-"""A sweep: its jobs, which of them are left to train, and training them on the launcher that was chosen."""
+"""A sweep: its jobs, those that are left to train, and how the chosen launcher trains them."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ MOST_JOBS = 10_000
 
 @dataclass
 class Job:
-    """One run of a sweep."""
+    """A run of a sweep."""
 
     overrides: list[str]
     label: str  # what sets it apart from the others
@@ -71,9 +71,9 @@ class Job:
 def plan(
     loader: ConfigLoader, master: DictConfig, params: dict[str, Any], points: list[list[str]], arguments: list[str]
 ) -> list[Job]:
-    """Every combination of the grid and of each point, with every combination of the command line's values.
+    """Returns every combination of the grid and of each point, with every combination of the command line's values.
 
-    A key on the command line takes the place of the sweep's own. Jobs that would be the same run are one job.
+    A key on the command line replaces the sweep's own. Jobs that would be the same run are one job.
     """
     parser = OverridesParser.create(config_loader=loader)
     command = parser.parse_overrides(arguments)
@@ -125,7 +125,7 @@ def _axes(parser: OverridesParser, params: dict[str, Any]) -> list[Override]:
 
 
 def _values(override: Override) -> list[str]:
-    """The overrides that one of the command line's stands for."""
+    """Returns the overrides that an override with several values stands for."""
     if not override.is_sweep_override():
         return [override.input_line]
     if not override.is_discrete_sweep():
@@ -137,12 +137,12 @@ def _values(override: Override) -> list[str]:
 
 
 def _few(override: Override) -> Iterator[str]:
-    """The values, and of a range that no sweep could train no more than it takes to see that."""
+    """Returns the values; of a range that is too long for a sweep, only as many as show that."""
     return itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1)
 
 
 def _check(config: DictConfig) -> None:
-    """What a run alone may have and a job of a sweep may not."""
+    """Raises UserError for keys that a job of a sweep cannot have."""
     check_one_of_several(config)
     devices = config.trainer.devices  # what `auto` comes to the job itself finds out
     several = (isinstance(devices, int) and devices > 1) or (OmegaConf.is_list(devices) and len(devices) > 1)
@@ -160,7 +160,7 @@ def _task_config(config: DictConfig) -> DictConfig:
 
 
 def _distinct(jobs: list[Job]) -> list[Job]:
-    """Without a point of the grid that is one of the single points too, and without a run that is there twice."""
+    """Returns the jobs without those that are the same run as a single point or another job."""
     sound = [job for job in jobs if job.error is None]
     last = {(identity(job.config), job.config.seed, job.from_command): job for job in sound}
     last = {job.folder: job for job in last.values()}
@@ -169,7 +169,7 @@ def _distinct(jobs: list[Job]) -> list[Job]:
 
 
 def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_run: bool) -> None:
-    """Trains what is not finished. Ends with a table, a line for each failure and, if there is one, exit code 1."""
+    """Trains the jobs that are not finished. Ends with a table, a line for each failure and, if any, exit code 1."""
     if dry_run:
         show_plan(jobs)
         return
@@ -206,7 +206,7 @@ def run(jobs: list[Job], launcher: Launcher, launcher_config: DictConfig, dry_ru
 
 
 def show_plan(jobs: list[Job]) -> None:
-    """What would be trained, and nothing else."""
+    """Prints the jobs that would be trained."""
     for job in jobs:
         if job.error is not None:
             state = f"cannot run: {job.error}"
@@ -216,9 +216,10 @@ def show_plan(jobs: list[Job]) -> None:
 
 
 def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None) -> None:
-    """Trains the jobs. A launcher may give up on all of them when one is killed.
+    """Trains the jobs, and starts the launcher again if it gives up.
 
-    It is then started again while the jobs get further, and after that for one job at a time.
+    Some launchers give up on all jobs when one is killed. The launcher is started again while jobs get further, and
+    after that for one job at a time.
     """
     from cosinegate.sweeps.progress import wait_until_nobody_trains
     from cosinegate.terminal.console import say
@@ -248,7 +249,7 @@ def _launch(left: list[Job], launcher: Launcher, total: int, threads: int | None
 
 
 def _stop_workers(signum: int, frame: FrameType | None) -> None:
-    """Lets the jobs that run in other processes save and end. One that runs in this process takes signals itself."""
+    """Lets jobs in other processes save and end. A job in this process receives signals itself."""
     workers = multiprocessing.active_children()
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
@@ -260,13 +261,13 @@ def _stop_workers(signum: int, frame: FrameType | None) -> None:
 
 
 def _for_a_job(job: Job, total: int, threads: int | None) -> list[str]:
-    """What a job of a sweep gets beside its own overrides: nothing that changes what it computes."""
+    """Returns the overrides of every job beside its own; none changes what it computes."""
     words = [f"hydra.job.name='job {job.number} of {total}'", "trainer.enable_progress_bar=false"]
     return words if threads is None or job.config.threads is not None else [*words, f"threads={threads}"]
 
 
 def _shared_threads(launcher: DictConfig, jobs: int) -> int | None:
-    """How many threads a job gets where several run beside each other; None where it is alone."""
+    """Returns how many threads a job gets when several run side by side; None for one at a time."""
     if launcher.get("n_jobs") == 0:
         raise UserError("hydra.launcher.n_jobs = 0: must be a number of jobs, or -1 for as many as there are cores")
     if launcher.get("n_jobs") is not None:

@@ -1,4 +1,4 @@
-"""How far a sweep is, read from its jobs' records: so it is the same for every launcher, wherever the jobs run."""
+"""The progress of a sweep, read from its jobs' records, so that it is the same for every launcher."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ QUIET_SECONDS = 60  # the longest time without a line while epochs go by
 
 
 class Progress:
-    """Says in a thread which job starts and ends, how many are done and how long the rest will take."""
+    """A thread that prints which job starts and ends, how many are done and the time left."""
 
     def __init__(self, jobs: "list[Job]", left: "list[Job]") -> None:
         self.total = len(jobs)
@@ -67,7 +67,7 @@ class Progress:
         self.last_line = time.monotonic()
 
     def _time_left(self) -> str:
-        """By the epochs that this sweep has trained and those that are left of its jobs."""
+        """Returns the time left, from the epochs that this sweep has trained and those that are left."""
         done = sum(job.epochs_done() for job in self.left)
         trained = done - sum(self.epochs_before.values())
         lost = sum(job.epochs_left() for job in self.left if self.status.get(job.number) == "failed")
@@ -78,7 +78,7 @@ class Progress:
 
 
 def wait_until_nobody_trains(folders: list[Path]) -> None:
-    """A launcher may give up on one job while others go on elsewhere."""
+    """Waits until no job is training: a launcher may give up on one while others go on elsewhere."""
     while any(is_locked(folder) for folder in folders):
         time.sleep(POLL_SECONDS)
 

@@ -1,7 +1,7 @@
-"""Multi-objective search with optuna: the most accuracy for the least compute. Every trial is an ordinary run.
+"""Multi-objective search with optuna for the most accuracy at the least compute. Every trial is an ordinary run.
 
-The study lies in SQLite beside the sweeps. A search that was stopped goes on with the trial it was in, tries failed
-trials once more and then asks for new ones. No trial is pruned.
+The study is kept in SQLite beside the sweeps. A search that was stopped resumes its trial, tries failed trials once
+more and then asks for new ones. No trial is pruned.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ FINGERPRINT = "asked"  # what studies call it
 
 
 def search(config: DictConfig, space: Space) -> None:
-    """Trains until the study has as many finished trials as were asked for. Exit code 1 if one failed."""
+    """Trains until the study has as many finished trials as the config asks for. Exits with code 1 if one failed."""
     options, base = config.search, space.base
     fingerprint = _fingerprint(base, options)
     base.sweep = options.study or f"search-{fingerprint}"
@@ -57,13 +57,13 @@ def search(config: DictConfig, space: Space) -> None:
 
 
 def _fingerprint(base: DictConfig, options: DictConfig) -> str:
-    """What two searches share when their trials can lie in one study."""
+    """Returns ten hex digits that two searches share if their trials can be in one study."""
     content = [identity(base), base.seed, primitives(options)["space"], options.cost.name, options.sampler.name]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def _check_study(path: Path) -> None:
-    """Ends with one line, before anything is written, where another file lies in the study's place."""
+    """Raises UserError if the study's path holds another kind of file."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_file() or _first_bytes(path, 16) not in (b"", b"SQLite format 3\0"):
@@ -71,6 +71,7 @@ def _check_study(path: Path) -> None:
 
 
 def _first_bytes(path: Path, number: int) -> bytes:
+    """Returns the beginning of a file."""
     with path.open("rb") as file:
         return file.read(number)
 
@@ -90,7 +91,7 @@ def _open(path: Path, name: str, fingerprint: str) -> optuna.Study:
 
 @contextlib.contextmanager
 def _using(path: Path) -> Iterator[None]:
-    """Makes one line of what the study's file refuses: a file that is damaged, a disk that is full."""
+    """Raises UserError for errors of the study's file: damaged, or a full disk."""
     try:
         yield
     except (optuna.exceptions.OptunaError, SQLAlchemyError, sqlite3.Error) as error:
@@ -104,7 +105,7 @@ def _sampler(options: DictConfig, seed: int) -> optuna.samplers.BaseSampler:
 
 
 def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: DictConfig) -> list[str]:
-    """A line for each trial that failed."""
+    """Trains the trials, and returns a line for each that failed."""
     stopped = []
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         if trial.params.keys() == space.distributions.keys():
@@ -144,12 +145,12 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
 
 
 def _accuracy(record: Record) -> float:
-    """On the images that the run validates on: never the test set, unless the config validates there."""
+    """Returns the accuracy on validation images: the test set's only if the config validates there."""
     return _figure(record, f"accuracy.{'best' if record.selected_on == Validation.holdout.name else 'last'}")
 
 
 def _cost(record: Record, cost: Cost) -> float:
-    """Of the same images and the same epoch, where the gates count."""
+    """Returns the cost on the same images and, for counted FLOPs, in the same epoch."""
     if cost is Cost.counted and record.selected_on == Validation.holdout.name:
         return 1 - _figure(record, "accuracy.best_skip_percent") / 100
     return _figure(record, f"flops.{cost.name}")
@@ -163,7 +164,7 @@ def _figure(record: Record, key: str) -> float:
 
 
 def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
-    """The trials, best first; what was searched for, and beside it the test accuracy that was not."""
+    """Prints the trials, best first, with the test accuracy, which was not searched for."""
     trials = study.get_trials(states=(TrialState.COMPLETE,))
     if not trials:
         return

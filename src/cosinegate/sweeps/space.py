@@ -1,4 +1,4 @@
-"""What a search varies, and between which values. It is checked without torch."""
+"""The search space: what a search varies, and between which values. It is checked without torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from cosinegate.terminal.errors import UserError
 
 @dataclass
 class Space:
-    """The varied keys, and the config of a run that has their first values."""
+    """The varied keys, and the config that they are put into."""
 
     nodes: DictConfig
     base: DictConfig
@@ -41,7 +41,7 @@ class Space:
             raise UserError(f"search.space.{name}: {error}") from error
 
     def place(self, params: dict[str, Any]) -> DictConfig:
-        """The config of a run at this place."""
+        """Returns the config of a run with these values."""
         config = self.base.copy()
         for name, value in params.items():
             OmegaConf.update(config, self.nodes[name].key, value)
@@ -49,6 +49,6 @@ class Space:
 
 
 def search_space(config: DictConfig) -> Space:
-    """The space that a search's config asks for. Ends with one line where no run could have its values."""
+    """Returns the space of a search's config. Raises UserError if no run could have its values."""
     check_one_of_several(config)
     return Space(config.search.space, OmegaConf.masked_copy(config, [key for key in config if key != "search"]))

@@ -1,1 +1,1 @@
-"""The person at the terminal: commands, messages, signals."""
+"""The terminal: printed lines, tables, signals, streams, secrets."""

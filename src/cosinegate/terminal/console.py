@@ -1,4 +1,4 @@
-"""What a person sees in the terminal. Plain text where there is no terminal, no colour where NO_COLOR asks for none."""
+"""Lines and tables in the terminal: plain text if it is no terminal, without colour if NO_COLOR is set."""
 
 import sys
 
@@ -14,23 +14,23 @@ BARS = "·▁▂▃▄▅▆▇█"
 
 
 def say(words: str) -> None:
-    """A line, from the first of several processes alone."""
+    """Prints a line, on the first of several processes only."""
     if is_first_process():
         Console(highlight=False, soft_wrap=True).print(printable(masked(words)), markup=False, emoji=False)
 
 
 def complain(words: str) -> None:
-    """A line on stderr."""
+    """Prints a line to stderr."""
     print(printable(masked(words)), file=sys.stderr)
 
 
 def cell(words: str) -> Text:
-    """Words of a table as they are: without markup, and without what a terminal would obey."""
+    """Returns text for a cell of a table, without markup or control characters."""
     return Text(printable(words))
 
 
 def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Words in the first column, figures in the others."""
+    """Prints a table with text in the first column and figures in the others."""
     table = Table(title=cell(title), title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
@@ -42,7 +42,7 @@ def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]
 
 
 def bars(fractions: list[float]) -> str:
-    """A letter a block: how many of the images compute it."""
+    """Returns a letter for each block: how many of the images compute it."""
     return "".join(BARS[round(fraction * (len(BARS) - 1))] for fraction in fractions)
 
 

@@ -1,12 +1,12 @@
-"""What entry points print as one line, without a traceback: a person's mistake, or a loss that is not finite."""
+"""Errors that entry points print as one line, without a traceback."""
 
 
 class UserError(Exception):
-    """Says what was given, what is allowed and what to do."""
+    """A person's mistake: what was given, what is allowed and what to do."""
 
 
 class NotFinite(UserError):
-    """A loss that is not a number, or infinite. `terms` are those of the loss."""
+    """A loss that is nan or infinite; `terms` are the loss terms."""
 
     def __init__(self, words: str, terms: dict[str, float]) -> None:
         super().__init__(words)

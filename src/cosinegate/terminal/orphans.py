@@ -1,4 +1,4 @@
-"""A worker of a parallel sweep saves and ends when the sweep is killed, instead of training on with nobody to tell."""
+"""Ends a worker of a parallel sweep, after saving, when the sweep itself is killed."""
 
 import functools
 import os
@@ -11,7 +11,7 @@ PATIENCE = 60  # seconds for a step and its checkpoint
 
 @functools.cache
 def end_with(parent: int) -> None:
-    """Asks this process to stop once `parent` is no longer its parent, and ends it if it does not."""
+    """Asks this process to stop when `parent` is no longer its parent, and ends it if it does not."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Secrets of the environment, which no file that a run writes may hold: W&B's key, tokens, passwords."""
+"""Masks the secrets of the environment in every file that a run writes: W&B's key, tokens, passwords."""
 
 import netrc
 import os
@@ -10,7 +10,7 @@ MASK = "(secret)"
 
 
 def masked(text: str) -> str:
-    """The text without what the environment or ~/.netrc holds as a secret."""
+    """Returns the text without the secrets of the environment and of ~/.netrc."""
     for word in sorted(secrets(), key=len, reverse=True):
         text = text.replace(word, MASK)
     return text

@@ -1,4 +1,4 @@
-"""A run that is asked to stop, by SIGTERM or Ctrl-C, ends where its state is whole and saved."""
+"""SIGTERM and Ctrl-C end a run where its state is whole and saved."""
 
 import signal
 import threading
@@ -22,9 +22,9 @@ class Stopped(SystemExit):
 
 
 class StopRequest:
-    """Remembers a signal while the run is `patient`: in training, which looks for it after every step.
+    """Remembers a signal while the run is `patient`: in training, which checks for it after every step.
 
-    At any other time, and at the second Ctrl-C, it ends the run at once. A second SIGTERM does not disturb the first.
+    At any other time, and at the second Ctrl-C, a signal ends the run at once. A second SIGTERM changes nothing.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StopRequest:
             raise Stopped(signum)
 
     def listen(self) -> None:
-        """Takes the signals, also from whoever took them since."""
+        """Handles the signals, also if another handler was installed since."""
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
                 signal.signal(signum, self)
@@ -46,7 +46,7 @@ class StopRequest:
 
 @contextmanager
 def taking_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Gives SIGTERM and Ctrl-C to the handler, and back to their earlier ones at the end."""
+    """Handles SIGTERM and Ctrl-C in the block, and restores the earlier handlers after it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more, or that has no room, ends no run: it is dropped, and the work goes on."""
+"""Output that cannot be written, or that nobody reads, is dropped and ends no run."""
 
 import contextlib
 import errno
@@ -8,7 +8,7 @@ import sys
 
 
 class Lossy(io.FileIO):
-    """A stream that goes nowhere from the first error on, which it keeps."""
+    """A stream that discards everything from the first error on, and keeps that error."""
 
     error: OSError | None = None
 
@@ -24,7 +24,7 @@ class Lossy(io.FileIO):
 
 
 def make_lossy() -> None:
-    """Of stdout and stderr. One that was closed before the start, as by `>&-`, goes nowhere."""
+    """Makes stdout and stderr lossy. One that was closed before the start, as by `>&-`, discards everything."""
     for fd in (0, 1, 2):  # else the next file that is opened would have its number, and what is printed
         try:
             os.fstat(fd)
@@ -45,7 +45,7 @@ def make_lossy() -> None:
 
 
 def lost_output() -> str | None:
-    """Why stdout could not be written, if it could not. A reader that has seen enough, as `head`, is no reason."""
+    """Returns why stdout could not be written, or None. A reader that stopped reading, as `head`, is no reason."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     error = getattr(_raw(sys.stdout), "error", None)

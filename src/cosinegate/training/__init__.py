@@ -1,1 +1,1 @@
-"""From a config to a run that starts, goes on, or is loaded."""
+"""From a config to a run that starts or resumes, and to a trained network that is loaded."""

@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another one (`weights=`), on a schedule of its own."""
+"""Starts a run from the weights of another one (`weights=`), on its own schedule."""
 
 import hashlib
 from pathlib import Path
@@ -21,9 +21,9 @@ ALIKE = ("network", "data.name", "data.validation", "data.holdout", "data.mean",
 def load_initial_weights(
     module: LitCosineGate, config: DictConfig, folder: Path, before: Record | None
 ) -> dict[str, Any]:
-    """Gives the module the weights of `config.weights`, and returns whose they are, for the record.
+    """Loads the weights of `config.weights` into the module, and returns their source for the record.
 
-    A run that goes on has them in its own checkpoint, and its record `before` says whose they were.
+    A run that resumes has them in its own checkpoint, and their source in its record `before`.
     """
     goes_on = any((folder / "checkpoints" / name).exists() for name in (LAST, PREVIOUS))
     if before is not None and goes_on and before.weights is not None:
@@ -54,7 +54,7 @@ def load_initial_weights(
 
 
 def _epochs(path: Path) -> int:
-    """How many a checkpoint was trained for."""
+    """Returns how many epochs a checkpoint was trained for."""
     stored = read_checkpoint(path).get("epoch")
     if not isinstance(stored, int) or not 0 <= stored < 10**9:
         raise UserError(f"{path} is not a checkpoint of this program: it has no epoch")

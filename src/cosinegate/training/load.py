@@ -1,4 +1,4 @@
-"""A run's trained network, by the run's folder, a checkpoint's path, or the folder of an export or of exits."""
+"""Loads a trained network from a run's folder, a checkpoint, or a folder of an export or of exits."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ SMALLEST_WEIGHT = 2  # bytes, in half precision
 
 
 def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
-    """The checkpoint that was asked for; if none was, the one that the record's test accuracy is of."""
+    """Returns the given checkpoint or, by default, the one that the record's test accuracy is of."""
     if checkpoint is not None or not Path(run).is_dir():
         return checkpoint_path(Path(run), (checkpoint or Checkpoint.last).name)
     record = read_record(Path(run))
@@ -30,7 +30,7 @@ def chosen_path(run: str, checkpoint: Checkpoint | None) -> Path:
 
 
 def checkpoint_path(run: Path, which: str) -> Path:
-    """The checkpoint that a run's folder or a file's path names."""
+    """Returns the checkpoint that a run's folder or a file's path names."""
     if run.is_file():
         return run
     if not run.is_dir():
@@ -42,12 +42,12 @@ def checkpoint_path(run: Path, which: str) -> Path:
 
 
 def run_folder_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint belongs to, or the checkpoint's own."""
+    """Returns the folder of the run that a checkpoint belongs to, or the checkpoint's own folder."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def _require_own_run(stored: dict[str, Any], path: Path) -> None:
-    """Ends with one line where a checkpoint in a run's folder says that it is of another run."""
+    """Raises UserError if a checkpoint in a run's folder is another run's."""
     run, folder = stored.get("run"), path.parent.parent
     if path.parent.name != "checkpoints" or not isinstance(run, dict):  # an earlier version did not say
         return
@@ -59,7 +59,7 @@ def _require_own_run(stored: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
-    """The module with the checkpoint's weights, and the config it was trained with."""
+    """Returns the module with the checkpoint's weights, and the config that it was trained with."""
     stored = read_checkpoint(path)
     _require_own_run(stored, path)
     config = checked_config(stored["hyper_parameters"], path, path.stat().st_size)
@@ -69,7 +69,7 @@ def load_checkpoint(path: Path) -> tuple[LitCosineGate, DictConfig]:
 
 
 def checked_config(stored: Any, path: Path, size: int) -> DictConfig:
-    """A stored config, if it is one that a run of this program can have, of a network that a file of `size` holds."""
+    """Returns a stored config if it is valid and its network fits into a file of `size` bytes."""
     try:
         config = OmegaConf.merge(OmegaConf.structured(Config), _typed(upgraded(stored)))
     except UserError as error:
@@ -90,6 +90,6 @@ def checked_config(stored: Any, path: Path, size: int) -> DictConfig:
 
 
 def _typed(stored: dict[str, Any]) -> dict[str, Any]:
-    """With the schema of the gate's own kind."""
+    """Returns the config with the schema of its gate's kind."""
     schema = GATES[GateKind[stored["gate"]["kind"]]]
     return stored | {"gate": OmegaConf.merge(OmegaConf.structured(schema), stored["gate"])}

@@ -26,7 +26,7 @@ AHEAD = 2  # epochs that metrics.csv may have more than a checkpoint: last.ckpt 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint, if there is one, the epochs that it was trained for, and whether it lies inside the next."""
+    """A checkpoint or none, the epochs that it was trained for, and whether it lies inside the next epoch."""
 
     path: Path | None = None
     epochs: int = 0
@@ -40,7 +40,7 @@ class ResumePoint:
 def find_resume_point(
     folder: Path, config: DictConfig, record: Record | None, rows: dict[int, Row], module: LitCosineGate
 ) -> ResumePoint:
-    """The last checkpoint that is whole. Ends with one line, and nothing changed, where a file is of another run."""
+    """Returns the last intact checkpoint. Raises UserError, and changes nothing, if a file is of another run."""
     _check_config(folder, config)
     for name in ("checkpoints", "figures"):
         if os.path.lexists(folder / name) and not (folder / name).is_dir():
@@ -62,7 +62,7 @@ def find_resume_point(
 
 
 def best_checkpoint(folder: Path, rows: dict[int, Row], module: LitCosineGate) -> Path | None:
-    """The checkpoint that is tested, where the epoch is chosen on held-out images."""
+    """Returns the checkpoint to test where the epoch is chosen on held-out images."""
     best, epoch = folder / "checkpoints" / BEST, _best_epoch(rows)
     if epoch is None:
         return None
@@ -78,7 +78,7 @@ def best_checkpoint(folder: Path, rows: dict[int, Row], module: LitCosineGate) -
 
 
 def _best_epoch(rows: dict[int, Row]) -> int | None:
-    """The epoch that best.ckpt is of; None before the first validation."""
+    """Returns the epoch of best.ckpt; None before the first validation."""
     return accuracies(rows).get("best_epoch")
 
 
@@ -89,7 +89,7 @@ def _check_config(folder: Path, config: DictConfig) -> None:
 
 
 def _progress_of(path: Path, config: DictConfig, module: LitCosineGate) -> tuple[int, bool]:
-    """How far a checkpoint of this run is. One of an earlier version does not say whose it is: then its config does."""
+    """Returns the progress of a checkpoint of this run. An earlier version's is compared by its config."""
     stored = read_checkpoint(path)
     run, differ = stored.get("run"), differences(stored["hyper_parameters"], config)
     if run != run_stamp(config) and (run is not None or differ):
@@ -101,7 +101,7 @@ def _progress_of(path: Path, config: DictConfig, module: LitCosineGate) -> tuple
 
 
 def _progress(stored: dict[str, Any], path: Path) -> tuple[int, bool]:
-    """The epochs that a checkpoint was trained for, and whether it has made steps of the next."""
+    """Returns the epochs that a checkpoint was trained for, and whether it has made steps of the next."""
     loop = value_at(stored, "loops.fit_loop") or {}
     epochs, steps = value_at(loop, "epoch_progress.current.processed"), stored.get("global_step")
     inside = loop.get("epoch_loop.batch_progress", {})
@@ -111,7 +111,7 @@ def _progress(stored: dict[str, Any], path: Path) -> tuple[int, bool]:
 
 
 def _check_epochs(folder: Path, point: ResumePoint, rows: dict[int, Row], record: Record | None, planned: int) -> None:
-    """metrics.csv and the record have every epoch that the checkpoint was trained for, and hardly any more."""
+    """Raises UserError unless metrics.csv and the record have the checkpoint's epochs, and hardly any more."""
     metrics, most = folder / "metrics.csv", min(point.epochs + (AHEAD if point.path else 1), planned)
     if point.epochs > planned:
         raise UserError(f"{point}, and this run has {planned}; move it away")
@@ -128,7 +128,7 @@ def _check_epochs(folder: Path, point: ResumePoint, rows: dict[int, Row], record
 
 
 def _check_best(path: Path, epoch: int, point: ResumePoint, rows: dict[int, Row]) -> None:
-    """best.ckpt is of the best epoch, or of one that the checkpoint to go on from has not come to."""
+    """Raises UserError unless best.ckpt is of the best epoch, or of one after the checkpoint."""
     best = _best_epoch({number: row for number, row in rows.items() if number <= point.epochs})
     if epoch > point.epochs + AHEAD or (epoch <= point.epochs and epoch != (best or epoch)):
         words = f"epoch {best} is the best in metrics.csv" if epoch <= point.epochs else str(point)

@@ -1,4 +1,4 @@
-"""Where a run starts: what it is, whether its folder is free, and from which epoch it goes on."""
+"""Starts a run: its facts, its folder, and the epoch from which it resumes."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCE
 
 
 def run_facts(config: DictConfig) -> dict[str, Any]:
-    """What the record says of a run before it starts."""
+    """Returns what the record says of a run before it starts."""
     gate = config.gate
     return {
         "experiment": config.name,
@@ -48,7 +48,7 @@ def run_facts(config: DictConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def holding(folder: Path, stop: StopRequest, wait: bool) -> Iterator[None]:
-    """Holds the run's folder and takes signals while it trains. A job of a sweep waits for an earlier one at work."""
+    """Holds the run's folder and handles signals while it trains. A job of a sweep waits for an earlier one."""
     lock = contextlib.nullcontext() if rank_zero_only.rank > 0 else locked(folder, wait=wait)
     with lock, taking_signals(stop), writing_in(folder):
         yield
@@ -63,7 +63,7 @@ def go_on(
     kept: KeptCallbacks,
     job: str | None,
 ) -> Path | None:
-    """The checkpoint from which the run goes on, if there is one. The folder then says that it is this run's."""
+    """Returns the checkpoint from which the run resumes, or None, and marks the folder as this run's."""
     kept.metrics.read()
     point = find_resume_point(folder, config, before, kept.metrics.rows, module)
     if rank_zero_only.rank == 0:
@@ -82,7 +82,7 @@ def go_on(
 
 @contextlib.contextmanager
 def writing_in(folder: Path) -> Iterator[None]:
-    """A disk that is full or read-only is answered with a line. What was written before is whole."""
+    """Raises UserError if the disk is full or read-only. Files that were written before are whole."""
     try:
         yield
     except OSError as error:
@@ -93,7 +93,7 @@ def writing_in(folder: Path) -> Iterator[None]:
 
 
 def _clear(folder: Path, point: ResumePoint) -> None:
-    """Puts away what earlier starts left: a damaged checkpoint, a traceback, half a file."""
+    """Puts away what earlier starts left: a damaged checkpoint, a traceback, a temporary file."""
     if point.last_is_damaged:
         last = folder / "checkpoints" / LAST
         console.say(f"{last} is damaged: going on from {PREVIOUS}, the one before it")
@@ -107,7 +107,7 @@ def is_finished(record: Record | None) -> bool:
 
 
 def name_another_schedule(config: DictConfig, folder: Path) -> None:
-    """Prints one line where more epochs of a finished run are asked for: that run begins anew."""
+    """Prints a line if a finished run differs only in its number of epochs: this run starts anew."""
     if config.weights is not None:
         return
     others = sorted(folder.parent.glob(f"*-s{config.seed}"))[:MOST_LOOKED_AT]

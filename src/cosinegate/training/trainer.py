@@ -1,4 +1,4 @@
-"""Lightning's Trainer from a config, and what it refuses as one line."""
+"""Makes lightning's Trainer from a config, and turns its complaints into one line."""
 
 import contextlib
 import difflib
@@ -35,8 +35,10 @@ CLUSTER = ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "LSB_JOBID")  #
 def build_trainer(
     config: DictConfig, first: list[L.Callback], last: list[L.Callback], metrics: MetricsCSV | None
 ) -> L.Trainer:
-    """Lightning's Trainer, with the config's callbacks between the `first` and the `last`, which keep what those log,
-    and metrics.csv beside the config's loggers.
+    """Returns lightning's Trainer with the config's callbacks between `first` and `last`, and its loggers and
+    metrics.csv.
+
+    The callbacks in `last` keep what the config's callbacks log.
     """
     _check_precision(config.trainer.precision, config.trainer.accelerator)
     _check_nodes(config.trainer.num_nodes)
@@ -74,7 +76,7 @@ def build_trainer(
 
 
 def _instances(nodes: DictConfig, kind: type) -> list[Any]:
-    """What the nodes name by `_target_`; null leaves one out."""
+    """Returns the objects that the nodes name by `_target_`; null leaves one out."""
     objects = {name: instantiate(node) for name, node in nodes.items() if node is not None}
     for name, instance in objects.items():
         if not isinstance(instance, kind):
@@ -84,7 +86,7 @@ def _instances(nodes: DictConfig, kind: type) -> list[Any]:
 
 @contextlib.contextmanager
 def lightning_mistakes() -> Iterator[None]:
-    """What lightning finds wrong with its arguments only once it runs is a person's mistake all the same."""
+    """Raises UserError for arguments that lightning refuses only when it runs."""
     try:
         yield
     except MisconfigurationException as error:
@@ -100,7 +102,7 @@ def lightning_mistakes() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Turns off lightning's tips and hardware lines: the record has all of it."""
+    """Turns off lightning's tips and hardware lines, which the record has."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for words in ("Checkpoint directory .* exists", r"`isinstance\(treespec, LeafSpec\)` is deprecated"):
@@ -108,7 +110,7 @@ def quiet() -> None:
 
 
 def check_batches(config: DictConfig, trainer: L.Trainer, data: ImageData, job: str | None) -> None:
-    """Ends with one line where the batches cannot be cut as the config asks, before any work."""
+    """Raises UserError if the batches cannot be limited or divided as the config asks."""
     if trainer.world_size > 1 and job is not None:
         raise UserError(f"trainer.devices = {config.trainer.devices}: a multirun trains every job on one device")
     if config.data.batch_size % trainer.world_size:
@@ -122,14 +124,14 @@ def check_batches(config: DictConfig, trainer: L.Trainer, data: ImageData, job: 
 
 
 def check_limit(key: str, limit: int | float | None, batches: int) -> None:
-    """Ends with one line where a fraction of so many batches is less than one of them."""
+    """Raises UserError if a fraction of the batches is less than one."""
     if isinstance(limit, float) and int(batches * limit) == 0:
         least = math.ceil(1000 / batches) / 1000
         raise UserError(f"{key} = {limit:g}: there are {batches} batches; at least {least:g}, or a number of batches")
 
 
 def _check_nodes(number: int) -> None:
-    """Lightning would wait for the other nodes without end, and without a word."""
+    """Raises UserError if other nodes are missing: lightning would wait for them silently."""
     if number > 1 and not any(name in os.environ for name in CLUSTER):
         needed = "start it by torchrun or SLURM, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on every node"
         raise UserError(f"trainer.num_nodes = {number}: {needed}")
@@ -138,7 +140,7 @@ def _check_nodes(number: int) -> None:
 
 
 def _check_precision(precision: str, accelerator: str) -> None:
-    """bf16 ends some virtual machines' processes with an illegal instruction: try it in a process that may die."""
+    """Raises UserError if bf16 fails here: some virtual machines end the process, so another process tries it."""
     if not (_on_cpu(accelerator) and precision.startswith(("bf16", "16"))):  # lightning runs 16-mixed as bf16 on a CPU
         return
     probe = (

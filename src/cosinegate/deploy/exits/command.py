@@ -1,4 +1,4 @@
-"""Fits early exits to a finished run and writes a folder like a run's: record, weights, frontier figure and table."""
+"""Fits early exits to a finished run, and writes a folder like a run's: record, weights, frontier, figure."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ RUN = re.compile(r"[0-9a-f]{10}-s\d+")
 
 
 def exits(options: ExitsConfig) -> dict[str, Any]:
-    """Fits the exits, sets the threshold for every budget, and writes the folder; returns what the frontier holds."""
+    """Fits the exits, sets the threshold for every budget and writes the folder; returns the frontier."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     source = load_source(options.run, options.checkpoint, options.root, options.data_folder)
@@ -62,7 +62,7 @@ def exits(options: ExitsConfig) -> dict[str, Any]:
 
 
 def training_images(source: Source, number: int | None) -> tuple[Tensor, Tensor]:
-    """Whole training images, and mirrored ones where training mirrors; none that were held out."""
+    """Returns training images without augmentation, and mirrored ones if training mirrors; never held-out ones."""
     images, labels = source.data.whole_images("train", number)
     if source.config.data.flip:
         return torch.cat((images, images.flip(3))), labels.repeat(2)
@@ -70,7 +70,7 @@ def training_images(source: Source, number: int | None) -> tuple[Tensor, Tensor]
 
 
 def output_folder(source: Source, options: ExitsConfig) -> Path:
-    """`output`, or a folder beside the run's experiment that follows from the run and where exits stand."""
+    """Returns `output`, or a folder beside the run's experiment named by the exits' identity."""
     if options.output is not None:
         return Path(options.output)
     run = source.folder if RUN.fullmatch(source.folder.name) else source.folder.parent
@@ -79,7 +79,7 @@ def output_folder(source: Source, options: ExitsConfig) -> Path:
 
 
 def identity_of(source: Source, options: ExitsConfig) -> str:
-    """Ten hex digits that follow from the network's weights, where exits stand and how they are fitted."""
+    """Returns ten hex digits that follow from the weights, the exits' positions and how they are fitted."""
     weights = source.path if source.path.is_file() else source.path / WEIGHTS
     budgets = None if options.budgets is None else list(options.budgets)
     choices = [str(options.after), options.dynamic.name, options.tolerance, options.images, budgets]
@@ -87,7 +87,7 @@ def identity_of(source: Source, options: ExitsConfig) -> str:
 
 
 def _trained(source: Source) -> Record | None:
-    """The record of the run that was trained; an export lies in that run's folder."""
+    """Returns the record of the run that was trained; an export lies in that run's folder."""
     return read_record(source.folder) or read_record(source.folder.parent)
 
 
@@ -98,7 +98,7 @@ def _require_finished(source: Source) -> None:
 
 
 def _require_own(folder: Path) -> None:
-    """Ends with one line where the folder holds anything but exits that this command wrote, or began to write."""
+    """Raises UserError if the folder holds files that this command did not write."""
     held = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
     if held and FRONTIER not in held:
         raise UserError(f"output = {folder}: is there and holds no exits; choose another, or remove it")
@@ -124,7 +124,7 @@ def _write(source: Source, early: EarlyExitNetwork, frontier: dict[str, Any], fo
 
 
 def _record(source: Source, early: EarlyExitNetwork, frontier: dict[str, Any]) -> Record:
-    """Of the first budget, with what the record of the run that has no exits says of its training."""
+    """Returns the record for the first budget, with epochs and speed of the training run's record, if there is one."""
     before, point, config = _trained(source), frontier["points"][0], source.config
     dynamic = sum(DYNAMIC[0] <= fraction <= DYNAMIC[1] for fraction in point["open"])
     dense = source.dense_flops

@@ -1,4 +1,4 @@
-"""Draws accuracy over executed FLOPs of a network with exits at several budgets."""
+"""Draws accuracy over executed FLOPs of a network with exits, by budget."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
 
 
 def draw_frontier(frontier: dict[str, Any], path: Path) -> None:
-    """`frontier` is what `measure_frontier` returns."""
+    """Draws a frontier, as `measure_frontier` returns it."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     points = sorted(frontier["points"], key=lambda point: point["executed"])
     executed, accuracy = [p["executed"] for p in points], [100 * p["accuracy"] for p in points]

@@ -1,4 +1,4 @@
-"""The frontier of exits: accuracy and FLOPs of the test set at every budget, measured and read."""
+"""The frontier of early exits: accuracy and FLOPs on the test set at every budget."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ class Point(Measured):
 
 
 class Frontier(BaseModel):
-    """What the figure and the report show of frontier.json."""
+    """The part of frontier.json that figure and report show."""
 
     after: list[int]
     own: Measured
@@ -42,7 +42,7 @@ class Frontier(BaseModel):
 
 
 def read_frontier(folder: Path) -> Frontier | None:
-    """Returns the frontier in a folder of exits, its points by FLOPs, or None where there is none."""
+    """Returns the frontier in a folder of exits, sorted by FLOPs, or None if there is none."""
     try:
         frontier = Frontier.model_validate(read_json(folder / FRONTIER))
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def read_frontier(folder: Path) -> Frontier | None:
 def measure_frontier(
     source: Source, network: GatedNetwork, early: EarlyExitNetwork, budgets: list[float]
 ) -> dict[str, Any]:
-    """Accuracy and FLOPs of the test set at every budget, beside those of the network without exits."""
+    """Returns accuracy and FLOPs on the test set at every budget, and those of the network without exits."""
     held_out = source.held_out()
     images, labels = source.data.whole_images("test", None)
     costs = path_costs(early, images[:1])

@@ -1,1 +1,1 @@
-"""Gates that do not look at the image: controls for every claim about routing."""
+"""Gates that ignore the image: controls for every claim about routing."""

@@ -1,4 +1,4 @@
-"""A control: one learned constant a block. What it closes is closed for every image: pruning, learned by gradient."""
+"""A control: one learned constant for each block. A block that it closes is closed for every image: learned pruning."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from cosinegate.gates.gate import Gate, Slot
 
 
 class ConstantGate(Gate):
-    """One learned logit, relaxed in training as the others' are."""
+    """A learned logit, relaxed in training like those of other gates."""
 
     def __init__(self, *, start: float, opening: nn.Module) -> None:
         super().__init__(opening)

@@ -1,4 +1,4 @@
-"""A control: gates that open at random for a given fraction of the images, and know nothing of them."""
+"""A control: gates that are open at random for a given fraction of the images, whatever the image shows."""
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +13,34 @@ ODD, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB 
 
 
 def _signed(word: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """Returns the 64 bits of a word as torch's int64 has them."""
     return word - 2**64 if word >= 2**63 else word
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """splitmix64's last step: every bit of the result depends on every bit of the word."""
+    """Returns splitmix64's output function of a word: every bit depends on every bit of the word."""
     for shift, factor in ((30, FIRST), (27, SECOND)):
         word = (word ^ ((word >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return word ^ ((word >> 31) & (2**33 - 1))
 
 
 def fingerprint(images: Tensor) -> Tensor:
-    """(B,) int64 of the bits of every image: sums of whole numbers, so that no batch and no layout changes them."""
+    """Returns (B,) int64 hashes of the images' bits: sums of integers, which no batch and no memory layout changes."""
     bits = images.detach().contiguous().flatten(1).view(WORDS[images.element_size()]).long()
     places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
     return _mixed(bits + places * _signed(ODD)).sum(1)
 
 
 def uniform(fingerprints: Tensor, gate_index: int) -> Tensor:
-    """(B,) from 0 to 1, another one for every gate."""
+    """Returns (B,) numbers from 0 to 1, others for every gate."""
     bits = _mixed(_mixed(fingerprints + _signed((gate_index + 1) * ODD % 2**64)))
     return ((bits >> 11) & (2**53 - 1)).double() / 2**53
 
 
 class RandomGate(Gate):
-    """In training every step draws anew. In evaluation a hash of the image's own bits and the gate's index decides: the
-    route is the same in every batch and every run.
+    """Draws anew at every step in training, and hashes the image in evaluation.
+
+    The hash is of the image's bits and the gate's index, so that an image's route is the same in every batch and run.
     """
 
     def __init__(self, *, rate: float, gate_index: int, opening: nn.Module) -> None:

@@ -8,12 +8,12 @@ from cosinegate.gates.gate import ScoreGate, Slot, start_open
 
 
 def pooled_score(channels: int, hidden: int) -> nn.Sequential:
-    """Two layers with BatchNorm and ReLU between them; one logit, where theirs is the difference of two."""
+    """Returns two linear layers with BatchNorm and ReLU between; one logit, where theirs is a difference of two."""
     return nn.Sequential(nn.Linear(channels, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
 
 class AigGate(ScoreGate):
-    """Sees the mean of its block's input; a straight-through Gumbel sample opens it in training."""
+    """Decides by the mean of its block's input; in training a straight-through Gumbel sample opens it."""
 
     def features(self, x: Tensor) -> Tensor:
         return geometry.global_average_pool(x)

@@ -1,7 +1,7 @@
 """SkipNet's feed-forward gate (Wang et al. 2018, https://arxiv.org/abs/1711.09485).
 
-Hard straight-through without noise (`gate.relaxation`). In the original the gate stands after a block and decides for
-the next one: the same as before it.
+Hard straight-through without noise (`gate.relaxation`). In the original a gate stands after a block and decides for the
+next one, which is the same as before it.
 """
 
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ from cosinegate.gates.gate import ScoreGate, Slot, start_open
 
 
 def convolutional_score(channels: int) -> nn.Sequential:
-    """Their FFGate-II: a 3x3 convolution of stride 2, BatchNorm, ReLU, a mean over the map, a linear layer.
+    """Returns their FFGate-II: a 3x3 convolution of stride 2, BatchNorm, ReLU, global average pooling, a linear layer.
 
-    One logit, where theirs is the difference of two.
+    One logit replaces the difference of their two.
     """
     return nn.Sequential(
         nn.Conv2d(channels, channels, 3, stride=2, padding=1, bias=False),
@@ -26,7 +26,7 @@ def convolutional_score(channels: int) -> nn.Sequential:
 
 
 class SkipNetGate(ScoreGate):
-    """Sees the whole map of its block's input: it costs an eighth of a basic block, and that is counted."""
+    """Decides by the whole map of its block's input. It costs an eighth of a basic block, which FLOPs include."""
 
     def features(self, x: Tensor) -> Tensor:
         return x
