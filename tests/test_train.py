@@ -171,7 +171,7 @@ def test_an_interrupted_run_says_so_and_its_record_too(tmp_path):
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate()
     assert running.returncode == 130
-    assert errors.splitlines() == ["stopped (interrupted): start the same command again to go on"]
+    assert errors.splitlines() == ["stopped (interrupted): start the same command again to resume"]
     (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
     assert (record.status, record.error) == ("stopped", "interrupted")

@@ -218,7 +218,7 @@ def end_interrupted() -> NoReturn:
 def _end_stopped(stopped: Stopped) -> NoReturn:
     if _says_nothing():
         sys.exit(0)
-    print(f"stopped ({stopped.reason}): start the same command again to go on", file=sys.stderr)
+    print(f"stopped ({stopped.reason}): start the same command again to resume", file=sys.stderr)
     sys.exit(stopped.code)
 
 

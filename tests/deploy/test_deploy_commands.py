@@ -229,13 +229,13 @@ def test_an_export_replaces_nothing_but_an_export(run, tmp_path):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "card.json").write_text('{"title": "of another program"}')
-    refused(foreign, "is there and is no export")
+    refused(foreign, "already exists and is not an export")
     (tmp_path / "file").write_text("mine")
-    refused(tmp_path / "file", "is there and is no export")
+    refused(tmp_path / "file", "already exists and is not an export")
     exits = shutil.copytree(run / "export", tmp_path / "exits")
     card = json.loads((exits / "card.json").read_text())
     (exits / "card.json").write_text(json.dumps({key: card[key] for key in ("name", "network", "files")}))
-    refused(exits, "is there and is no export")  # a card of exits
+    refused(exits, "already exists and is not an export")  # a card of exits
     for name, make in {
         "one.onnx": lambda path: path.write_text("mine"),  # no file of this export
         "network.onnx": lambda path: (path.unlink(), path.symlink_to("/etc/hostname")),
@@ -243,7 +243,7 @@ def test_an_export_replaces_nothing_but_an_export(run, tmp_path):
     }.items():
         copied = shutil.copytree(run / "export", tmp_path / name)
         make(copied / name)
-        refused(copied, f"{name}: is there, and is no file of the export")
+        refused(copied, f"{name}: already exists and is not a file of an export")
 
 
 def test_only_the_checkpoint_that_was_tested_is_the_records(run, tmp_path):

@@ -117,7 +117,7 @@ def test_a_second_call_writes_over_its_own_files_alone(run, made):
     assert found["folder"] == str(made)
     assert {name: (made / name).read_bytes() for name in before} == before
     assert (made / "notes.txt").read_text() == "keep me"
-    for name, words in {"frontier.json": "no file that this command wrote", "card.json": "holds no exits"}.items():
+    for name, words in {"frontier.json": "was not written by this command", "card.json": "holds no exits"}.items():
         other = made.parents[1] / f"other-{name}"
         other.mkdir()
         (other / name).write_text("{}")

@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_said(tmp_path):
     last.write_bytes(last.read_bytes()[:-1000])
     done = process(*command, **IN_TESTS)
     assert done.returncode == 0, done.stderr
-    assert f"{last} is damaged: going on from previous.ckpt, the one before it" in done.stdout
+    assert f"{last} is damaged: resuming from previous.ckpt, the one before it" in done.stdout
     assert (read_record(folder).status, sorted(read_metrics(folder))) == ("finished", [1, 2, 3])
 
 
@@ -111,7 +111,7 @@ def test_a_search_that_is_asked_to_stop_saves_and_goes_on_with_its_trial(tmp_pat
     command = ["src/search.py", *CUT, "trainer.max_epochs=2", "search.trials=2", f"runs_dir={tmp_path}"]
     stopped = process(*command, **IN_TESTS, FAULT="SIGTERM")
     assert stopped.returncode == 143
-    assert stopped.stderr.splitlines() == ["stopped (SIGTERM): start the same command again to go on"]
+    assert stopped.stderr.splitlines() == ["stopped (SIGTERM): start the same command again to resume"]
     (folder,) = (tmp_path / "digits").glob("*-s*")
     assert read_record(folder).status == "stopped"
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6

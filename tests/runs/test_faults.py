@@ -74,7 +74,7 @@ def test_sigterm_saves_inside_the_epoch_and_exits_with_143(tmp_path):
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate()
     assert running.returncode == 143
-    assert errors.splitlines() == ["stopped (SIGTERM): start the same command again to go on"]
+    assert errors.splitlines() == ["stopped (SIGTERM): start the same command again to resume"]
     (folder,) = (tmp_path / "digits").glob("*-s*")
     record = read_record(folder)
     assert (record.status, record.error, record.epochs.done) == ("stopped", "SIGTERM", 1)
@@ -169,7 +169,7 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(again, tmp_path,
         ends_as_if_nothing_had_happened()
         said = [line for line in capsys.readouterr().out.splitlines() if "damaged" in line]
         assert len(said) == (damaged is not None)
-        assert all("going on from previous.ckpt" in line for line in said)
+        assert all("resuming from previous.ckpt" in line for line in said)
 
 
 def test_with_no_intact_checkpoint_left_one_line_says_so(tmp_path, monkeypatch):
@@ -327,7 +327,7 @@ def test_a_sweep_that_is_asked_to_stop_lets_its_jobs_save(tmp_path):
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate()
     assert running.returncode == 143
-    assert errors.splitlines()[-1] == "stopped (SIGTERM): start the same command again to go on"
+    assert errors.splitlines()[-1] == "stopped (SIGTERM): start the same command again to resume"
     for path in begun:
         assert read_record(path.parent).status == "stopped"
         assert is_intact(path.parent / "checkpoints" / "last.ckpt")

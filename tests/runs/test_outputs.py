@@ -48,7 +48,7 @@ def test_what_earlier_versions_wrote_is_a_commands_own():
             figures = {path.with_suffix(kind) for kind in (".png", ".svg")} & kept
             require_own({path: own}, dict.fromkeys(figures, mark))
         for path in (ROOT / "results" / "README.md", ROOT / "pyproject.toml", min(kept - files)):
-            with pytest.raises(UserError, match="no file that this command wrote"):
+            with pytest.raises(UserError, match="was not written by this command"):
                 require_own({path: own})
     training_speed.require_own_files(ROOT / "results" / "bench")
 
@@ -61,10 +61,10 @@ def test_a_table_is_made_again_over_its_own_and_over_nothing_else(run, tmp_path)
         assert process(*table, "path=peers.md", cwd=tmp_path).returncode == 0
     assert (tmp_path / "peers.png").read_bytes() != (ROOT / "results" / "peers.png").read_bytes()
     (tmp_path / "peers.md").write_text("my thesis\n")
-    assert_one_line(process(*table, "path=peers.md", cwd=tmp_path), "peers.md: is there, and is no file that this")
+    assert_one_line(process(*table, "path=peers.md", cwd=tmp_path), "peers.md: already exists and was not written")
     (tmp_path / "peers.md").unlink()
     shutil.copy(ROOT / "results" / "mnist" / "curves.png", tmp_path / "peers.png")  # another figure, and no table
-    assert_one_line(process(*table, "path=peers.md", cwd=tmp_path), "peers.png: is there, and is no file that this")
+    assert_one_line(process(*table, "path=peers.md", cwd=tmp_path), "peers.png: already exists and was not written")
     assert [path.name for path in tmp_path.iterdir()] == ["peers.png"]
 
 

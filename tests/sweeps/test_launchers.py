@@ -81,7 +81,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_records(whole, tmp_path
     done = process(*command)
     assert done.returncode == 0, done.stderr
     assert "1 finished before, 2 to train" in done.stdout
-    assert "goes on after epoch" in done.stdout
+    assert "resumes after epoch" in done.stdout
     assert results(tmp_path) == results(whole[0])
 
 

@@ -91,10 +91,11 @@ def move_budget(source: Source, budget: float | None) -> None:
 def _require_own(folder: Path) -> None:
     """Raises UserError if the folder, or a file that would be replaced, is not an export's."""
     if os.path.lexists(folder) and (not folder.is_dir() or (any(folder.iterdir()) and not _is_export(folder))):
-        raise UserError(f"output = {folder}: is there and is no export; choose another, or remove it")
+        raise UserError(f"output = {folder}: already exists and is not an export; choose another, or remove it")
     for path in (folder / name for name in (*FILES, *OLD_FILES)):
         if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not _is_described(path)):
-            raise UserError(f"{path}: is there, and is no file of the export; choose another folder, or move it away")
+            words = "already exists and is not a file of an export; choose another folder, or move it away"
+            raise UserError(f"{path}: {words}")
 
 
 def _is_export(folder: Path) -> bool:

@@ -22,7 +22,7 @@ def locked(folder: Path, wait: bool, quiet: bool = False) -> Iterator[None]:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO) and os.path.lexists(path):
-            raise UserError(f"{path}: must be a plain file, and is none; move it away") from error
+            raise UserError(f"{path}: must be a plain file; move it away") from error
         raise UserError(f"{folder}: cannot be written: {error.strerror}") from error
     try:
         try:

@@ -32,7 +32,7 @@ def require_own(texts: dict[Path, str], figures: dict[Path, str] | None = None) 
             own.add(path)
     for path, head in heads.items():
         if head is not None and path not in own:
-            words = "is there, and is no file that this command wrote; choose another path, or move it away"
+            words = "already exists and was not written by this command; choose another path, or move it away"
             raise UserError(f"{path}: {words}")
 
 

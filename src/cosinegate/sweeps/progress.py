@@ -101,4 +101,4 @@ def _news(record: Record, epochs_before: int) -> str:
         return "stopped"
     if record.status == "failed":
         return f"failed ({record.error})"
-    return f"goes on after epoch {epochs_before}" if epochs_before else "starts"
+    return f"resumes after epoch {epochs_before}" if epochs_before else "starts"

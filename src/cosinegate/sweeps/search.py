@@ -122,7 +122,7 @@ def _run_trials(study: optuna.Study, space: Space, base: DictConfig, options: Di
     left = options.trials - finished
     for count in range(left):
         study.sampler = _sampler(options, base.seed + len(study.trials))  # a new one a trial: a restart changes nothing
-        begins = "goes on" if stopped else "starts"
+        begins = "resumes" if stopped else "starts"
         trial = stopped.pop() if stopped else study.ask(space.distributions)
         words = " ".join(f"{name}={value:.4g}" for name, value in trial.params.items())
         name = f"trial {trial.number + 1}"

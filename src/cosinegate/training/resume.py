@@ -44,11 +44,11 @@ def find_resume_point(
     _check_config(folder, config)
     for name in ("checkpoints", "figures"):
         if os.path.lexists(folder / name) and not (folder / name).is_dir():
-            raise UserError(f"{folder / name}: must be a folder, and is none; move it away")
+            raise UserError(f"{folder / name}: must be a folder; move it away")
     places = {name: folder / "checkpoints" / name for name in (LAST, PREVIOUS, BEST)}
     for path in places.values():
         if path.exists() and not path.is_file():
-            raise UserError(f"{path}: must be a file, and is none; move it away")
+            raise UserError(f"{path}: must be a file; move it away")
     whole = {path: _progress_of(path, config, module) for path in places.values() if path.exists() and is_intact(path)}
     chosen = next((path for path in (places[LAST], places[PREVIOUS]) if path in whole), None)
     last_is_damaged = places[LAST].exists() and places[LAST] not in whole
@@ -95,7 +95,7 @@ def _progress_of(path: Path, config: DictConfig, module: LitCosineGate) -> tuple
     if run != run_stamp(config) and (run is not None or differ):
         words = [f"{key} = {theirs}, and this one has {ours}" for key, (theirs, ours) in differ.items()]
         raise UserError(f"{path} is of another run: {(words or ['its identity is another'])[0]}; move it away")
-    if path.name != BEST:  # a run that has no other begins anew, with the weights that it was given
+    if path.name != BEST:  # a run that has no other starts from scratch, or from `weights`
         load_weights(module, stored, path)  # the trainer does it again; here another network is answered with a line
     return _progress(stored, path)
 

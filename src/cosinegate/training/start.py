@@ -88,7 +88,7 @@ def writing_in(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NOT_WRITTEN:
             raise
-        words = "the earlier files are as they were; make room and start the same command again to go on"
+        words = "the earlier files are as they were; make room and start the same command again to resume"
         raise UserError(f"{folder}: cannot be written: {error.strerror}; {words}") from error
 
 
@@ -96,7 +96,7 @@ def _clear(folder: Path, point: ResumePoint) -> None:
     """Puts away what earlier starts left: a damaged checkpoint, a traceback, a temporary file."""
     if point.last_is_damaged:
         last = folder / "checkpoints" / LAST
-        console.say(f"{last} is damaged: going on from {PREVIOUS}, the one before it")
+        console.say(f"{last} is damaged: resuming from {PREVIOUS}, the one before it")
         last.replace(last.with_name("damaged.ckpt"))
     (folder / "traceback.txt").unlink(missing_ok=True)
     remove_scraps(folder)
@@ -115,7 +115,7 @@ def name_another_schedule(config: DictConfig, folder: Path) -> None:
     for epochs in planned - {config.trainer.max_epochs, None}:
         other = run_folder(OmegaConf.merge(config, {"run_dir": None, "trainer": {"max_epochs": epochs}}))
         if _finished_record(other):
-            words = f"{config.trainer.max_epochs} are another schedule, hence another run, which begins anew"
+            words = f"{config.trainer.max_epochs} are another schedule, hence another run, which starts from scratch"
             console.say(f"{other} is this run on {epochs} epochs; {words}, or with those weights by weights={other}")
             return
 

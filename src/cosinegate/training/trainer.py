@@ -80,7 +80,7 @@ def _instances(nodes: DictConfig, kind: type) -> list[Any]:
     objects = {name: instantiate(node) for name, node in nodes.items() if node is not None}
     for name, instance in objects.items():
         if not isinstance(instance, kind):
-            raise UserError(f"{name} = {nodes[name]}: is no lightning {kind.__name__}")
+            raise UserError(f"{name} = {nodes[name]}: is not a lightning {kind.__name__}")
     return list(objects.values())
 
 

@@ -101,7 +101,7 @@ def _require_own(folder: Path) -> None:
     """Raises UserError if the folder holds files that this command did not write."""
     held = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
     if held and FRONTIER not in held:
-        raise UserError(f"output = {folder}: is there and holds no exits; choose another, or remove it")
+        raise UserError(f"output = {folder}: already exists and holds no exits; choose another, or remove it")
     require_own({folder / FRONTIER: OWN}, {folder / FIGURE: MARK})
 
 
