@@ -12,6 +12,8 @@ import pytest
 from warm import Started, draw_no_curves, serve_commands, worker_command
 from xdist.scheduler import LoadScopeScheduling
 
+import cosinegate  # noqa: F401  before timm, whose import it mends; without torch
+
 if TYPE_CHECKING:  # the process that starts the workers does without
     import torch
     from omegaconf import DictConfig

@@ -33,8 +33,8 @@ def three_dots(s: Tensor, r: Tensor) -> Tensor:
     """Returns (3, B): <s,s>, <s,r>, <r,r> of two (B, D) matrices. A custom operator, so that FLOP counters see it."""
     if s.dtype in (torch.float16, torch.bfloat16):  # thousands of terms: half precision would overflow or lose them
         s, r = s.float(), r.float()
-    aa = torch.linalg.vector_norm(s, dim=1).square_()
-    cc = torch.linalg.vector_norm(r, dim=1).square_()
+    aa = torch.linalg.vector_norm(s, dim=1).square()
+    cc = torch.linalg.vector_norm(r, dim=1).square()
     return torch.stack((aa, (s * r).sum(1), cc))
 
 
@@ -84,8 +84,12 @@ def global_average_pool(x: Tensor) -> Tensor:
 def dot_products(s: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Dots]:
     """Returns s, r and their dot products. Use the returned s and r: their gradients join in one fused backward."""
     if torch.compiler.is_compiling():  # an exporter or a compiler takes plain operators alone
-        a, b, c = three_dots(*rows(s, r)).unbind()
-        return s, r, Dots(a, b, c, torch.zeros_like(b))
+        flat_s, flat_r = rows(s, r)
+        a, b, c = three_dots(flat_s, flat_r).unbind()
+        skew = torch.zeros_like(b)
+        if torch.is_grad_enabled() and b.requires_grad:
+            skew = (flat_s * flat_r.detach() - flat_s.detach() * flat_r).sum(1)
+        return s, r, Dots(a, b, c, skew)
     s, r, *dots = _DotProducts.apply(s, r)
     return s, r, Dots(*dots)
 

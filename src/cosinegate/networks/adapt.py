@@ -110,6 +110,10 @@ class GatedPart(ResidualBlock):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"adapter": None}  # any function may be one, and not all can be pickled
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.adapter = adapter_of(self.block)  # now: torch.compile cannot import a library's adapters
+
     @property
     def residual(self) -> Callable[[Tensor], Tensor] | None:
         return partial(_run, self.part.residual) if self.has_residual else None
@@ -137,7 +141,9 @@ class GatedPart(ResidualBlock):
 
     def as_map(self, x: Tensor) -> Tensor:
         x = x.movedim(-1, 1) if self.part.channels_last else x
-        return x.unsqueeze(-1) if x.dim() == 3 else x  # tokens (B, C, N) as a map (B, C, N, 1)
+        while x.dim() < 4:
+            x = x.unsqueeze(-1)  # tokens (B, C, N) as a map (B, C, N, 1), and features (B, C) as one (B, C, 1, 1)
+        return x
 
     def plain(self, x: Tensor) -> Tensor:
         if self.has_residual:
@@ -254,11 +260,11 @@ def add_gates(
 
 def fill_slots(network: AdaptedNetwork, make_gate: Callable[[int], Gate | None]) -> None:
     """Gives every part the gate that is made for the channels of its input."""
-    like = next(network.parameters())
+    like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
     for part in network.blocks:
-        part.gate = make_gate(part.channels)
+        part.gate = make_gate(part.channels) if part.has_residual else None
         if part.gate is not None:
-            part.gate.to(like.device).train(network.training)
+            part.gate.to(like).train(network.training)
 
 
 def adapted(

@@ -1,0 +1,110 @@
+"""Gates in models as engineers have them: of another precision, compiled by torch, frozen in part, or cut once."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import cosinegate
+from cosinegate.networks.network import GatedNetwork
+
+
+class Residual(nn.Module):
+    """x + F(x) of features or tokens."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), nn.Sequential(nn.Linear(width, width), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+@cosinegate.parts(Residual)
+def residual(block: Residual) -> list[cosinegate.Part]:
+    return [cosinegate.Part([block.norm, block.mlp[0], block.mlp[1]], channels_last=True)]
+
+
+class Network(nn.Module):
+    """Blocks on the tokens of images, (B, 16, 12)."""
+
+    def __init__(self, block: type[nn.Module] = Residual) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 12, 8, stride=8)
+        self.layers = nn.Sequential(block(), block(), block())
+        self.head = nn.Linear(12, 10)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        return self.embed(images).flatten(2).transpose(1, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(images)).mean(1))
+
+
+class OnFeatures(Network):
+    """Blocks on features (B, 12)."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(images).mean(1)))
+
+
+def images(number: int = 6) -> Tensor:
+    return torch.randn(number, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def vit() -> nn.Module:
+    return timm.create_model("test_vit", num_classes=10, img_size=32, depth=2)
+
+
+def settled(model: nn.Module, is_open: list[bool]) -> GatedNetwork:
+    """Gates that are constants, each open or closed for all images."""
+    network = cosinegate.add_gates(model, "constant", example=images(2)).eval()
+    with torch.no_grad():
+        for part, opens in zip(network.blocks, is_open, strict=True):
+            part.gate.logit.fill_(4.0 if opens else -4.0)
+    return network
+
+
+def train_once(network: nn.Module, x: Tensor) -> None:
+    loss = cosinegate.CosineGateLoss(lambda_flops=3, lambda_cons=0.1, tau_target=0.1)
+    torch.manual_seed(0)
+    loss(network(x), torch.arange(len(x)) % 10, epoch=1).total.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gate", ["cosine", "controller", "aig", "skipnet"])
+def test_gates_have_the_precision_of_the_model(gate, dtype):
+    x = images().to(dtype)
+    network = cosinegate.add_gates(Network().to(dtype), gate, example=x).train()
+    train_once(network, x)
+    assert {parameter.dtype for parameter in network.parameters()} == {dtype}
+    assert network.eval()(x).logits.dtype == dtype
+
+
+def test_blocks_may_run_on_features_without_places():
+    network = cosinegate.add_gates(OnFeatures(), "aig", example=images(2))
+    assert network(images()).routing.gates.shape == (6, 3)
+
+
+@pytest.mark.slow
+def test_training_under_torch_compile_has_the_same_gradients():
+    network = cosinegate.add_gates(Network(), example=images(2), detach_target=True).double().train()
+    for part in network.blocks:
+        nn.init.constant_(part.gate.controller.w2.weight, 0.1)
+        part.gate.opening.noisy = False
+    other, x = copy.deepcopy(network), images().double()
+    train_once(network, x)
+    train_once(torch.compile(other, backend="eager"), x)
+    for (name, parameter), compiled in zip(network.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(compiled.grad, parameter.grad, msg=lambda words, name=name: f"{name}: {words}")
+
+
+@pytest.mark.slow
+def test_a_compiled_model_of_which_parts_are_left_is_one_graph():
+    network = settled(vit(), [True, False, True, True])
+    small, _ = cosinegate.compile_gates(network, images())
+    with torch.no_grad():
+        graph = torch.compile(small, backend="eager", fullgraph=True)
+        torch.testing.assert_close(graph(images()), network(images()).logits)
