@@ -6,9 +6,11 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cosinegate
 from cosinegate.networks.network import GatedNetwork
+from cosinegate.terminal.errors import UserError
 
 
 class Residual(nn.Module):
@@ -108,3 +110,79 @@ def test_a_compiled_model_of_which_parts_are_left_is_one_graph():
     with torch.no_grad():
         graph = torch.compile(small, backend="eager", fullgraph=True)
         torch.testing.assert_close(graph(images()), network(images()).logits)
+
+
+class Outer(nn.Module):
+    """A block whose F is another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.linear = nn.ReLU(inplace=True), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.act(x))
+
+
+cosinegate.parts(Outer)(lambda block: [cosinegate.Part([block.inner], channels_last=True)])
+cosinegate.parts(InPlace)(lambda block: [cosinegate.Part([block.act, block.linear], channels_last=True)])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (lambda: Network(Outer), {}, "inside the F of a Outer"),
+        (lambda: Network(InPlace), {}, "F writes over its input"),
+        (Network, {"example": images(1)}, "two images or more"),
+        (Network, {"kind": "aig"}, "gate.kind"),
+        (lambda: "resnet18", {}, "must be a torch.nn.Module"),
+        (lambda: timm.create_model("tf_efficientnet_cc_b0_4e", num_classes=10), {}, "as their adapters have them"),
+    ],
+)
+def test_more_that_cannot_be_gated_is_refused(model, options, words):
+    with pytest.raises(UserError, match=words):
+        cosinegate.add_gates(model(), **{"example": images(2)} | options)
+
+
+class TokensFirst(Network):
+    """Tokens before samples, (16, B, 12): with 16 images nothing tells them apart."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(images).transpose(0, 1)).mean(0))
+
+
+class TwoHeads(Network):
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        scores = super().forward(images)
+        return (scores, scores) if self.training else scores
+
+
+class Reentrant(Network):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(checkpoint(self.layers, self.tokens(images), use_reentrant=True).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "number", "words"),
+    [(TokensFirst, 16, "16 samples of 6"), (TwoHeads, 2, "in training too"), (Reentrant, 2, "use_reentrant=False")],
+)
+def test_what_shows_in_use_alone_is_refused_there(model, number, words):
+    network = cosinegate.add_gates(model(), example=images(number)).train()
+    with pytest.raises(UserError, match=words):
+        network(images())
+
+
+def test_a_frozen_batchnorm_stays_in_evaluation_mode():
+    model = timm.create_model("test_resnet", num_classes=10)
+    model.bn1.eval()
+    network = cosinegate.add_gates(model, example=images(2))
+    wanted = {name for name, module in model.named_modules() if not module.training}
+    assert {name for name, module in network.model.named_modules() if not module.training} == wanted == {"bn1"}

@@ -27,7 +27,7 @@ MAKERS: dict[GateKind, Callable[[Any, Slot], Gate]] = {
 }
 
 
-def gate_config(kind: str, **options: Any) -> DictConfig:
+def gate_config(kind: str, /, **options: Any) -> DictConfig:
     """Returns the config of a gate by its kind and keys of its schema; `gamma` may be the number γ_0."""
     if kind not in GateKind.__members__ or kind == GateKind.none.name:
         kinds = ", ".join(name for name in GateKind.__members__ if name != GateKind.none.name)
