@@ -107,6 +107,13 @@ class GatedPart(ResidualBlock):
         self.adapter = self.adapter or adapter_of(self.block)
         return self.adapter(self.block)[self.place]
 
+    def is_made(self) -> bool:
+        """Whether the adapter still makes the part; one that looks into a module fails where that was taken out."""
+        try:
+            return self.part is not None
+        except (TypeError, AttributeError, IndexError):
+            return False
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"adapter": None}  # any function may be one, and not all can be pickled
 
@@ -289,7 +296,7 @@ def adapted(
         raise UserError(f"{type(model).__name__}: must be a torch.nn.Module")
     if not isinstance(example, Tensor) or example.dim() != 4 or len(example) < 2:
         raise UserError("example: must be two images or more as the model takes them, a tensor (B, C, H, W)")
-    if any(isinstance(module, GatedPart) for module in model.modules()):
+    if any(isinstance(module, Gate | GatedNetwork) for module in model.modules()):
         raise UserError(f"{type(model).__name__}: its blocks have been adapted already; give the model itself")
     model = copy.deepcopy(model)
     _blocks_of(model)
@@ -327,10 +334,12 @@ def _traced(model: nn.Module, example: Tensor, detach_target: bool = False) -> t
     """Puts the model's blocks into parts, in place, and runs it once to see in which order they come."""
     current = SimpleNamespace(run=None)
     for block in _blocks_of(model):
+        before = list(getattr(block, GATED, ()))  # of a compiled model, some without F
         block.add_module(GATED, nn.ModuleList())
         block.forward = RunParts(block)
         for place in range(len(adapter_of(block)(block))):
             part = GatedPart(block, place, current)
+            part.has_residual = not before or before[place].has_residual
             getattr(block, GATED).append(part.train(block.training))
     tracer = _Tracer(len(example))
     with _running(current, tracer):
@@ -374,7 +383,14 @@ class _Tracer:
         _require_samples(part, x, self.batch)
         part.index = len(self.order)
         self.order.append(part)
-        layers, before, self.running = part.part, _version(x), name
+        self.running = name
+        y = self._open(part, x) if part.has_residual else part.plain(x)
+        self.running = None
+        part.input_shape, part.output_shape = x.shape[1:], y.shape[1:]
+        return y
+
+    def _open(self, part: GatedPart, x: Tensor) -> Tensor:
+        name, layers, before = type(part.block).__name__, part.part, _version(x)
         with _called(part.block) as in_f:
             r = _run(layers.residual, x)
         if _version(x) != before:
@@ -385,8 +401,6 @@ class _Tracer:
                 raise UserError(f"{name}: s has the shape {tuple(s.shape)} and F {tuple(r.shape)}: must be the same")
             self._measure(name, s, r)
             y = _run(layers.activation, s + r)
-        self.running = None
-        part.input_shape, part.output_shape = x.shape[1:], y.shape[1:]
         self.in_f[part] = in_f
         self.elsewhere.setdefault(id(part.block), set()).update(elsewhere)
         return y
@@ -412,8 +426,8 @@ class _Tracer:
     def mark_own_modules(self, block: nn.Module) -> None:
         """Notes which modules may go with which part's F."""
         siblings = [part for part in self.order if part.block is block]
-        for part in siblings:
-            others = (self.in_f[other] for other in siblings if other is not part)
+        for part in self.in_f.keys() & set(siblings):
+            others = (self.in_f[other] for other in self.in_f.keys() & set(siblings) - {part})
             part.only_in_f = self.in_f[part].difference(self.elsewhere[id(block)], *others)
 
 
@@ -472,8 +486,12 @@ def prune(network: AdaptedNetwork) -> None:
     """Takes out the modules that ran in the F of removed parts alone, in place."""
     for part in network.blocks:
         if not part.has_residual:
-            for name in part.only_in_f:
+            removed = {name: getattr(part.block, name) for name in part.only_in_f}
+            for name in removed:
                 setattr(part.block, name, None)
+            if not part.is_made():
+                for name, module in removed.items():
+                    setattr(part.block, name, module)
             if not any(sibling.has_residual for sibling in getattr(part.block, GATED)):
                 for name, _ in list(part.block.named_parameters(recurse=False)):  # such as a LayerScale
                     setattr(part.block, name, None)
