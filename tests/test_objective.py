@@ -6,10 +6,11 @@ from algorithm1 import gumbel, routing_and_loss
 from conftest import config
 
 from cosinegate import relaxation
-from cosinegate.config.choices import Sided
+from cosinegate.config.choices import Sided, Target
 from cosinegate.hardware.processes import over_processes
 from cosinegate.networks import Output, Routing
 from cosinegate.objective import CosineGateLoss, prog
+from cosinegate.terminal.errors import UserError
 from cosinegate.training.build import build_module
 
 
@@ -136,3 +137,15 @@ def test_penalty_sees_the_mean_gate_of_all_processes(tmp_path):
         assert flops == pytest.approx(whole.flops.item(), rel=1e-5)
         assert gradient == pytest.approx(weight.grad.item(), rel=1e-5)
         assert mean == pytest.approx(0.6)
+
+
+def test_choices_may_be_words_and_values_out_of_range_are_refused():
+    terms = {"lambda_flops": 3.0, "lambda_cons": 0.0, "tau_target": 0.7}
+    gates = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    for words in ({"sided": "one"}, {"sided": "two"}, {"target": "network"}, {"target": "block", "sided": "two"}):
+        choices = {key: {"sided": Sided, "target": Target}[key](word) for key, word in words.items()}
+        by_word, by_choice = (CosineGateLoss(**terms, **given).penalty(gates) for given in (words, choices))
+        assert torch.equal(by_word, by_choice)
+    for words in ({"sided": "tow"}, {"tau_target": 70}, {"lambda_flops": -1}, {"warmup_epochs": -1}):
+        with pytest.raises(UserError, match=next(iter(words))):
+            CosineGateLoss(**terms | words)

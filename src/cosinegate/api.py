@@ -1,5 +1,6 @@
 """The Python API beside add_gates and CosineGateLoss: compile a gated network, give one exits, load a trained one."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from cosinegate.config.choices import Dynamic
 from cosinegate.deploy.card import read_network
 from cosinegate.deploy.exits import EarlyExitNetwork
-from cosinegate.deploy.exits.budget import default_budgets, path_costs, set_budget
-from cosinegate.deploy.exits.fit import default_exits, fit_exits
+from cosinegate.deploy.exits.budget import default_budgets, path_costs, require_budget, set_budget
+from cosinegate.deploy.exits.fit import default_exits, fit_exits, new_exits
 from cosinegate.deploy.source import is_written_network
 from cosinegate.networks import GatedNetwork
 from cosinegate.networks import compile as compiling
@@ -52,23 +53,34 @@ def add_exits(
     fitted; None: half of what exits can save. `after` are the indices of the blocks that have an exit after them;
     None: of the last stage.
     """
+    if isinstance(model, EarlyExitNetwork):
+        raise UserError("EarlyExitNetwork: has exits already; give the model itself")
     images, labels = _whole(loader)
-    network = model if isinstance(model, GatedNetwork) else adapted(model, images[:2])
-    held_out = torch.arange(len(images)) % HELD_OUT == HELD_OUT - 1
+    if isinstance(model, GatedNetwork):
+        network = copy.deepcopy(model).eval()
+    else:
+        network = adapted(model, images[:2].to(next(model.parameters()))).eval()
+    held_out = (torch.arange(len(images)) % HELD_OUT == HELD_OUT - 1).to(images.device)
     after = default_exits(network, images[:1]) if after is None else sorted(set(after))
     if not after:
         words = "its last stage has one block alone; after=[...] names where exits stand"
         raise UserError(f"{type(model).__name__}: {words}")
+    costs = path_costs(EarlyExitNetwork(network, new_exits(network, after, images[:1])), images[:1])
+    wanted = default_budgets(costs)[0] if budget is None else budget
+    require_budget(wanted, costs)
     fitted = fit_exits(network, after, images[~held_out], labels[~held_out])
     early = EarlyExitNetwork(network, fitted).eval().requires_grad_(False)
-    wanted = default_budgets(path_costs(early, images[:1]))[0] if budget is None else budget
     set_budget(early, wanted, images[held_out])
     return early
 
 
 def _whole(loader: Iterable[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     """All images and labels of a loader."""
-    found = [(images, labels) for images, labels, *_ in loader]
+    found = []
+    for batch in loader:
+        if not (isinstance(batch, tuple | list) and len(batch) > 1 and all(isinstance(x, Tensor) for x in batch[:2])):
+            raise UserError(f"the loader gives a {type(batch).__name__}: must give batches (images, labels)")
+        found.append(batch[:2])
     images, labels = (torch.cat(tensors) for tensors in zip(*found, strict=True)) if found else (torch.empty(0),) * 2
     if len(images) < 2 * HELD_OUT:
         raise UserError(f"the loader has {len(images)} images; at least {2 * HELD_OUT} are needed")

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from cosinegate.config.checks import with_values
 from cosinegate.config.choices import Sided, Target
+from cosinegate.config.schema import ObjectiveConfig
 from cosinegate.hardware.processes import Share, over_processes
 from cosinegate.networks import Output
 
@@ -45,14 +48,17 @@ class CosineGateLoss(nn.Module):
         lambda_cons: float,
         tau_target: float,
         warmup_epochs: float = 0.0,
-        sided: Sided = Sided.one,
-        target: Target = Target.network,
+        sided: Sided | str = Sided.one,
+        target: Target | str = Target.network,
         block_weights: Tensor | None = None,
         gated: Tensor | None = None,
     ) -> None:
         super().__init__()
+        terms = {"lambda_flops": lambda_flops, "lambda_cons": lambda_cons, "tau_target": tau_target}
+        choices = {"warmup_epochs": warmup_epochs, "sided": sided, "target": target}
+        checked = with_values(OmegaConf.structured(ObjectiveConfig), terms | choices)
         self.lambda_flops, self.lambda_cons, self.tau_target = lambda_flops, lambda_cons, tau_target
-        self.sided, self.target = sided, target
+        self.sided, self.target = checked.sided, checked.target
         self.warmup_epochs = warmup_epochs
         self.prog = 1.0  # prog(t) of the last call
         self.share: Share | None = None

@@ -1,14 +1,17 @@
 """Gates in models as engineers have them: of another precision, compiled by torch, frozen in part, or cut once."""
 
 import copy
+import pickle
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cosinegate
 from cosinegate.networks.network import GatedNetwork
+from cosinegate.terminal.errors import UserError
 
 
 class Residual(nn.Module):
@@ -108,3 +111,138 @@ def test_a_compiled_model_of_which_parts_are_left_is_one_graph():
     with torch.no_grad():
         graph = torch.compile(small, backend="eager", fullgraph=True)
         torch.testing.assert_close(graph(images()), network(images()).logits)
+
+
+class Outer(nn.Module):
+    """A block whose F is another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.linear = nn.ReLU(inplace=True), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.act(x))
+
+
+cosinegate.parts(Outer)(lambda block: [cosinegate.Part([block.inner], channels_last=True)])
+cosinegate.parts(InPlace)(lambda block: [cosinegate.Part([block.act, block.linear], channels_last=True)])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (lambda: Network(Outer), {}, "inside the F of a Outer"),
+        (lambda: Network(InPlace), {}, "F writes over its input"),
+        (Network, {"example": images(1)}, "two images or more"),
+        (Network, {"kind": "aig"}, "gate.kind"),
+        (lambda: "resnet18", {}, "must be a torch.nn.Module"),
+        (lambda: timm.create_model("tf_efficientnet_cc_b0_4e", num_classes=10), {}, "as their adapters have them"),
+    ],
+)
+def test_more_that_cannot_be_gated_is_refused(model, options, words):
+    with pytest.raises(UserError, match=words):
+        cosinegate.add_gates(model(), **{"example": images(2)} | options)
+
+
+class TokensFirst(Network):
+    """Tokens before samples, (16, B, 12): with 16 images nothing tells them apart."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(images).transpose(0, 1)).mean(0))
+
+
+class TwoHeads(Network):
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        scores = super().forward(images)
+        return (scores, scores) if self.training else scores
+
+
+class Reentrant(Network):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(checkpoint(self.layers, self.tokens(images), use_reentrant=True).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "number", "words"),
+    [(TokensFirst, 16, "16 samples of 6"), (TwoHeads, 2, "in training too"), (Reentrant, 2, "use_reentrant=False")],
+)
+def test_what_shows_in_use_alone_is_refused_there(model, number, words):
+    network = cosinegate.add_gates(model(), example=images(number)).train()
+    with pytest.raises(UserError, match=words):
+        network(images())
+
+
+def test_a_frozen_batchnorm_stays_in_evaluation_mode():
+    model = timm.create_model("test_resnet", num_classes=10)
+    model.bn1.eval()
+    network = cosinegate.add_gates(model, example=images(2))
+    wanted = {name for name, module in model.named_modules() if not module.training}
+    assert {name for name, module in network.model.named_modules() if not module.training} == wanted == {"bn1"}
+
+
+def labelled() -> list[tuple[Tensor, Tensor]]:
+    return [(images(40), torch.arange(40) % 10)]
+
+
+@pytest.fixture
+def quick_fit(monkeypatch):
+    monkeypatch.setattr("cosinegate.deploy.exits.fit.LEAST_STEPS", 5)
+
+
+def test_a_compiled_model_takes_gates_and_exits_again(quick_fit):
+    pattern = [True, False, True, True]
+    small, _ = cosinegate.compile_gates(settled(vit(), pattern), images())
+    early = cosinegate.add_exits(small, labelled(), after=[2])
+    early.threshold.fill_(-torch.inf)  # no image exits
+    with torch.no_grad():
+        torch.testing.assert_close(early(images()).logits, small(images()), rtol=0, atol=1e-5)
+        early.threshold.fill_(torch.inf)
+        assert early(images()).routing.gates[0].tolist() == [1, 0, 1, 0]
+    again = cosinegate.add_gates(small, "constant", example=images(2)).eval()
+    assert [part.gate is not None for part in again.blocks] == pattern
+    smaller, _ = cosinegate.compile_gates(again, images())
+    torch.testing.assert_close(smaller(images()), again(images()).logits)
+
+
+def test_exits_leave_the_network_that_they_are_given_as_it_is(quick_fit):
+    network = cosinegate.add_gates(timm.create_model("test_resnet", num_classes=10), example=images(2)).train()
+    before = copy.deepcopy(network.state_dict())
+    cosinegate.add_exits(network, labelled(), after=[0])
+    assert network.training
+    assert all(p.requires_grad for p in network.parameters())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_exits_take_models_of_any_precision(quick_fit, dtype):
+    early = cosinegate.add_exits(vit().to(dtype), labelled(), after=[0])
+    assert early(images().to(dtype)).logits.dtype == dtype
+
+
+def test_exits_refuse_before_they_are_fitted(monkeypatch):
+    monkeypatch.setattr("cosinegate.api.fit_exits", None)
+    with pytest.raises(UserError, match="budget = 3: must lie from"):
+        cosinegate.add_exits(vit(), labelled(), budget=3)
+    with pytest.raises(UserError, match=r"must give batches \(images, labels\)"):
+        cosinegate.add_exits(vit(), images(40))
+
+
+def test_images_of_another_form_are_refused():
+    with pytest.raises(UserError, match="gives a dict"):
+        cosinegate.compile_gates(settled(Network(), [True] * 3), [{"image": images()}])
+
+
+def test_a_block_is_removed_where_its_adapter_looks_into_its_modules():
+    network = settled(Network(), [True, False, True])
+    small, _ = cosinegate.compile_gates(network, images())
+    torch.testing.assert_close(small(images()), network(images()).logits)
+    assert torch.equal(pickle.loads(pickle.dumps(small))(images()), small(images()))

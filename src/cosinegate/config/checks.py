@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from cosinegate.config.choices import GateKind, Polarity
 from cosinegate.config.commands import ReportConfig, SearchConfig
@@ -121,6 +122,16 @@ def check_ranges(config: DictConfig, path: str = "") -> None:
     for key, node in config.items():
         if isinstance(node, DictConfig):
             check_ranges(node, f"{path}{key}.")
+
+
+def with_values(schema: DictConfig, values: dict[str, Any], path: str = "") -> DictConfig:
+    """Returns the schema with these values; raises UserError for the first of another type or outside its range."""
+    try:
+        config = OmegaConf.merge(schema, values)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}{error.full_key}: {str(error).splitlines()[0]}") from error
+    check_ranges(config, path)
+    return config
 
 
 def check_gate(gate: DictConfig) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from cosinegate.config.checks import check_gate, check_ranges, no_such_key
+from cosinegate.config.checks import check_gate, no_such_key, with_values
 from cosinegate.config.choices import GateKind
 from cosinegate.config.schema import GATES, GateConfig, OpeningConfig
 from cosinegate.gates import controller_only, cosine
@@ -27,7 +26,7 @@ MAKERS: dict[GateKind, Callable[[Any, Slot], Gate]] = {
 }
 
 
-def gate_config(kind: str, **options: Any) -> DictConfig:
+def gate_config(kind: str, /, **options: Any) -> DictConfig:
     """Returns the config of a gate by its kind and keys of its schema; `gamma` may be the number γ_0."""
     if kind not in GateKind.__members__ or kind == GateKind.none.name:
         kinds = ", ".join(name for name in GateKind.__members__ if name != GateKind.none.name)
@@ -40,11 +39,7 @@ def gate_config(kind: str, **options: Any) -> DictConfig:
     for key in options:
         if key not in known:
             raise UserError(no_such_key(f"gate.{key}", known))
-    try:
-        config = OmegaConf.merge(schema, options)
-    except OmegaConfBaseException as error:
-        raise UserError(f"gate.{error.full_key}: {str(error).splitlines()[0]}") from error
-    check_ranges(config, "gate.")
+    config = with_values(schema, options, "gate.")
     check_gate(config)
     return config
 

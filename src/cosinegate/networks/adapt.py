@@ -107,6 +107,13 @@ class GatedPart(ResidualBlock):
         self.adapter = self.adapter or adapter_of(self.block)
         return self.adapter(self.block)[self.place]
 
+    def is_made(self) -> bool:
+        """Whether the adapter still makes the part; one that looks into a module fails where that was taken out."""
+        try:
+            return self.part is not None
+        except (TypeError, AttributeError, IndexError):
+            return False
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"adapter": None}  # any function may be one, and not all can be pickled
 
@@ -197,10 +204,15 @@ class AdaptedNetwork(GatedNetwork):
         return self.classes
 
     def run(self, images: Tensor, after_block: AfterBlock | None = None) -> Tensor | None:
-        left = images
+        left, has_gradients = images, torch.is_grad_enabled()
 
         def run_part(part: GatedPart, x: Tensor) -> Tensor:
             nonlocal left
+            if not torch.compiler.is_compiling():
+                _require_samples(part, x, len(left))
+            if self.training and has_gradients and not torch.is_grad_enabled():
+                words = "runs without gradients, so its gate learns nothing; checkpoint with use_reentrant=False"
+                raise UserError(f"{type(part.block).__name__}: {words}")
             y, routing = part(x, left)
             stays = None if after_block is None else after_block(Step(part.index, part, x, y, routing))
             if stays is None:
@@ -212,15 +224,24 @@ class AdaptedNetwork(GatedNetwork):
 
         with _running(self.current, run_part):
             try:
-                return self.model(images)
+                scores = self.model(images)
             except _AllExited:
                 return None
+        if not isinstance(scores, Tensor):
+            raise UserError(f"{type(self.model).__name__}: must return class scores alone, in training too")
+        return scores
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
         return self.model.load_state_dict(state_dict, strict, assign)
+
+
+def _require_samples(part: GatedPart, x: Tensor, number: int) -> None:
+    if len(x) != number:
+        words = f"its input has {len(x)} samples of {number} images, so no gate decides for each image"
+        raise UserError(f"{type(part.block).__name__}: {words}")
 
 
 @contextmanager
@@ -271,9 +292,11 @@ def adapted(
     model: nn.Module, example: Tensor, *, consistency: bool = True, detach_target: bool = False
 ) -> AdaptedNetwork:
     """Returns a copy of the model as a network whose blocks have no gates yet, if that gives the model's scores."""
-    if not isinstance(example, Tensor) or example.dim() != 4 or len(example) == 0:
-        raise UserError("example: must be images as the model takes them, a tensor (B, C, H, W)")
-    if any(isinstance(module, GatedPart) for module in model.modules()):
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{type(model).__name__}: must be a torch.nn.Module")
+    if not isinstance(example, Tensor) or example.dim() != 4 or len(example) < 2:
+        raise UserError("example: must be two images or more as the model takes them, a tensor (B, C, H, W)")
+    if any(isinstance(module, Gate | GatedNetwork) for module in model.modules()):
         raise UserError(f"{type(model).__name__}: its blocks have been adapted already; give the model itself")
     model = copy.deepcopy(model)
     _blocks_of(model)
@@ -291,14 +314,17 @@ def adapted(
 
 
 def _scores(model: nn.Module, example: Tensor) -> Tensor:
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
             scores = model.eval()(example)
     except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
-        words = f"takes no images of shape {tuple(example.shape[1:])}: {' '.join(str(error).split())[:200]}"
-        raise UserError(f"{type(model).__name__}: {words}") from error
-    model.train(was_training)
+        words = f"takes no images of shape {tuple(example.shape[1:])}"
+        if any(isinstance(module, GatedPart) for module in model.modules()):
+            words = "does not run with its blocks as their adapters have them"
+        raise UserError(f"{type(model).__name__}: {words}: {' '.join(str(error).split())[:200]}") from error
+    for module in was_training:  # each for itself: a frozen BatchNorm stays in evaluation mode
+        module.training = True
     if not isinstance(scores, Tensor) or scores.dim() != 2 or len(scores) != len(example):
         raise UserError(f"{type(model).__name__}: must return class scores, a tensor (B, K)")
     return scores
@@ -308,10 +334,12 @@ def _traced(model: nn.Module, example: Tensor, detach_target: bool = False) -> t
     """Puts the model's blocks into parts, in place, and runs it once to see in which order they come."""
     current = SimpleNamespace(run=None)
     for block in _blocks_of(model):
+        before = list(getattr(block, GATED, ()))  # of a compiled model, some without F
         block.add_module(GATED, nn.ModuleList())
         block.forward = RunParts(block)
         for place in range(len(adapter_of(block)(block))):
             part = GatedPart(block, place, current)
+            part.has_residual = not before or before[place].has_residual
             getattr(block, GATED).append(part.train(block.training))
     tracer = _Tracer(len(example))
     with _running(current, tracer):
@@ -319,7 +347,8 @@ def _traced(model: nn.Module, example: Tensor, detach_target: bool = False) -> t
     for block in {id(part.block): part.block for part in tracer.order}.values():
         tracer.mark_own_modules(block)
     network = AdaptedNetwork(model, current, num_classes=scores.shape[1], detach_target=detach_target)
-    return network.train(model.training), scores, tracer
+    network.training = model.training
+    return network, scores, tracer
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -338,6 +367,7 @@ class _Tracer:
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
+        self.running: str | None = None  # the class of the block whose part runs
         self.order: list[GatedPart] = []
         self.in_f: dict[GatedPart, set[str]] = {}
         self.elsewhere: dict[int, set[str]] = {}  # by the block's id
@@ -348,21 +378,29 @@ class _Tracer:
         name = type(part.block).__name__
         if part.index >= 0:
             raise UserError(f"{name}: runs twice in one pass, so it cannot have a gate")
-        if len(x) != self.batch:
-            words = f"its input has {len(x)} samples of {self.batch} images, so no gate decides for each image"
-            raise UserError(f"{name}: {words}")
+        if self.running is not None:
+            raise UserError(f"{name}: runs inside the F of a {self.running}, so it cannot have a gate")
+        _require_samples(part, x, self.batch)
         part.index = len(self.order)
         self.order.append(part)
-        layers = part.part
+        self.running = name
+        y = self._open(part, x) if part.has_residual else part.plain(x)
+        self.running = None
+        part.input_shape, part.output_shape = x.shape[1:], y.shape[1:]
+        return y
+
+    def _open(self, part: GatedPart, x: Tensor) -> Tensor:
+        name, layers, before = type(part.block).__name__, part.part, _version(x)
         with _called(part.block) as in_f:
             r = _run(layers.residual, x)
+        if _version(x) != before:
+            raise UserError(f"{name}: F writes over its input (an in-place layer first?), so it cannot be skipped")
         with _called(part.block) as elsewhere:
             s = _run(layers.shortcut, x)
             if s.shape != r.shape:
                 raise UserError(f"{name}: s has the shape {tuple(s.shape)} and F {tuple(r.shape)}: must be the same")
             self._measure(name, s, r)
             y = _run(layers.activation, s + r)
-        part.input_shape, part.output_shape = x.shape[1:], y.shape[1:]
         self.in_f[part] = in_f
         self.elsewhere.setdefault(id(part.block), set()).update(elsewhere)
         return y
@@ -388,9 +426,13 @@ class _Tracer:
     def mark_own_modules(self, block: nn.Module) -> None:
         """Notes which modules may go with which part's F."""
         siblings = [part for part in self.order if part.block is block]
-        for part in siblings:
-            others = (self.in_f[other] for other in siblings if other is not part)
+        for part in self.in_f.keys() & set(siblings):
+            others = (self.in_f[other] for other in self.in_f.keys() & set(siblings) - {part})
             part.only_in_f = self.in_f[part].difference(self.elsewhere[id(block)], *others)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version  # counts what was written in place
 
 
 @contextmanager
@@ -444,8 +486,12 @@ def prune(network: AdaptedNetwork) -> None:
     """Takes out the modules that ran in the F of removed parts alone, in place."""
     for part in network.blocks:
         if not part.has_residual:
-            for name in part.only_in_f:
+            removed = {name: getattr(part.block, name) for name in part.only_in_f}
+            for name in removed:
                 setattr(part.block, name, None)
+            if not part.is_made():
+                for name, module in removed.items():
+                    setattr(part.block, name, module)
             if not any(sibling.has_residual for sibling in getattr(part.block, GATED)):
                 for name, _ in list(part.block.named_parameters(recurse=False)):  # such as a LayerScale
                     setattr(part.block, name, None)

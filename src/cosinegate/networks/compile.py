@@ -168,7 +168,10 @@ def batches(images: Images) -> Iterator[Tensor]:
         yield from images.split(BATCH) if len(images) else ()
         return
     for batch in images:
-        yield batch[0] if isinstance(batch, tuple | list) else batch
+        part = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        if not isinstance(part, Tensor):
+            raise UserError(f"images: the loader gives a {type(part).__name__}: must give tensors (B, C, H, W)")
+        yield part
 
 
 def _checked(dynamic: Dynamic | str, tolerance: float) -> Dynamic:

@@ -46,7 +46,7 @@ def forward_flops(network: torch.nn.Module, images: Tensor) -> int:
 
 def dense_flops(network: GatedNetwork, shape: tuple[int, int, int]) -> int:
     """FLOPs for one image (H, W, C) of the same network without its gates, counted on shapes alone."""
-    dense = copy.deepcopy(network).to("meta")
+    dense = copy.deepcopy(network).to("meta", torch.float32)
     for block in dense.blocks:
         block.gate = None
     return forward_flops(dense, _image(shape))
@@ -55,7 +55,7 @@ def dense_flops(network: GatedNetwork, shape: tuple[int, int, int]) -> int:
 @torch.no_grad()
 def block_flops(network: GatedNetwork, shape: tuple[int, int, int]) -> Tensor:
     """(N,): FLOPs of every block's residual for one image (H, W, C); a block without a residual has none."""
-    meta = copy.deepcopy(network).to("meta").eval()
+    meta = copy.deepcopy(network).to("meta", torch.float32).eval()
     for block in meta.blocks:
         block.gate = None
     flops = []

@@ -62,7 +62,7 @@ def path_costs(network: EarlyExitNetwork, image: Tensor) -> Tensor:
 
     Where gates are left, as if all of them were open.
     """
-    meta, spent = copy.deepcopy(network).to("meta").eval(), []
+    meta, spent = copy.deepcopy(network).to("meta", torch.float32).eval(), []
     for block in meta.blocks:
         block.gate = None
     _, channels, height, width = image.shape

@@ -80,6 +80,7 @@ def new_exits(network: GatedNetwork, after: list[int], image: Tensor) -> dict[in
 def fit_exits(network: GatedNetwork, after: list[int], images: Tensor, labels: Tensor) -> dict[int, Exit]:
     """An exit after each of these blocks, fitted to images (B, C, H, W) and their labels (B,)."""
     exits, passed = new_exits(network, after, images[:1]), pass_through(network, after, images)
+    labels = labels.to(passed.scores.device)
     for index, at in exits.items():
         _fit_classifier(at.classifier, passed.statistics[index], passed.scores, labels)
         _fit_policy(at, passed.statistics[index], passed.scores)
