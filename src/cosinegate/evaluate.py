@@ -17,6 +17,7 @@ from cosinegate.config.checks import require_positive
 from cosinegate.config.choices import Checkpoint
 from cosinegate.config.commands import EvaluateConfig
 from cosinegate.config.schema import is_batches, is_plain_name
+from cosinegate.data.folder import move
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import read_network
 from cosinegate.deploy.source import is_written_network
@@ -40,14 +41,14 @@ def evaluate(asked: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, tup
     if not is_batches(asked.limit_batches):
         raise UserError(f"limit_batches = {asked.limit_batches}: must be null, a number of batches or a fraction")
     path, module, config, name = load_module(asked.run, asked.checkpoint)
-    config.data.root, config.data.folder = asked.root or config.data.root, asked.data_folder or config.data.folder
+    move(config.data, asked.root, asked.data_folder)
     config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not asked.json
     data = ImageData(config.data, config.seed)
     routing, executed = TestRouting(), ExecutedFlops(dense_flops(dense_network(config), data.image_set.shape))
     tested = _test(module, config, data, [routing, executed], asked.accelerator, asked.limit_batches)
     summary, classes = routing.summary, data.image_set.classes
     flops = {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense}
-    facts = {"checkpoint": str(path), "experiment": name, "data": config.data.name.name}
+    facts = {"checkpoint": str(path), "experiment": name, "data": data.image_set.name}
     return _result(facts, tested["test/acc"], tested["test/loss"], summary, flops, classes), summary, classes
 
 
@@ -151,7 +152,7 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
     for index, name in enumerate(classes):
         right = summary.correct[index] / summary.count[index].clamp_min(1)
         open_fractions = (f"{fraction:.2f}" for fraction in summary.open_by_class[index].tolist())
-        table.add_row(name, console.percent(right.item()), *open_fractions)
+        table.add_row(console.cell(name), console.percent(right.item()), *open_fractions)
     table.add_section()
     right = summary.correct.sum() / summary.count.sum()
     table.add_row("all", console.percent(right.item()), *(f"{share:.2f}" for share in summary.open.tolist()))

@@ -17,6 +17,7 @@ NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps")
 NOT_IDENTITY += ("trainer.profiler",)
+OF_A_FOLDER = ("size", "channels", "test_fraction", "content")  # keys of data=folder: no part where they are null
 
 LATEST = "latest"  # beside the runs of an experiment: a link to the newest
 SWEEPS = ".sweeps"  # in runs_dir: which runs a sweep has, a search's study, a launcher's logs
@@ -58,6 +59,9 @@ def identity(config: DictConfig) -> str:
         for parent in parents:
             node = node[parent]
         del node[last]
+    for key in OF_A_FOLDER:
+        if content["data"][key] is None:
+            del content["data"][key]
     if config.weights:  # runs of several seeds, each from the run of its own seed, are one configuration
         content["weights"] = re.sub(rf"-s{config.seed}$", "", str(Path(config.weights)))
     if content["gate"]["kind"] == GateKind.none.name:

@@ -32,6 +32,7 @@ from cosinegate.config.checks import check_one_of_several, is_number, validate
 from cosinegate.config.choices import Cost, GateKind, Sampler, Validation
 from cosinegate.config.identity import SWEEPS, identity, primitives, run_folder
 from cosinegate.config.schema import is_plain_name
+from cosinegate.data.folder import read_images
 from cosinegate.runs.lock import locked
 from cosinegate.runs.manifest import add_to_manifest, how_to_draw
 from cosinegate.runs.record import Record, read_record
@@ -112,11 +113,14 @@ class Space:
         config = self.base.copy()
         for name, value in params.items():
             OmegaConf.update(config, self.nodes[name].key, value)
+        read_images(config.data)
         return config
 
 
 def _fingerprint(base: DictConfig, options: DictConfig) -> str:
     """What two searches share when their trials can lie in one study."""
+    base = base.copy()
+    read_images(base.data)
     content = [identity(base), base.seed, primitives(options)["space"], options.cost.name, options.sampler.name]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cosinegate.config.choices import GateKind, Weighting
 from cosinegate.config.identity import blocks_per_stage, primitives, reference, stage_widths
-from cosinegate.data import IMAGE_SETS
+from cosinegate.data import image_set
 from cosinegate.gates import Gate
 from cosinegate.gates.make import GateMaker
 from cosinegate.lit import LitCosineGate
@@ -41,10 +41,10 @@ def gated_blocks(config: DictConfig) -> list[bool]:
 
 def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | None = None) -> GatedNetwork:
     """The network with gates as the config has them, or as `make_gate` makes them by a block's input channels."""
-    image_set, network = IMAGE_SETS[config.data.name.name], config.network
+    images, network = image_set(config.data), config.network
     common = {
-        "in_channels": image_set.shape[2],
-        "num_classes": len(image_set.classes),
+        "in_channels": images.shape[2],
+        "num_classes": len(images.classes),
         "make_gate": make_gate or GateMaker(config.gate, gated_blocks(config)),
         "consistency": config.objective.lambda_cons > 0,
         "detach_target": config.objective.consistency.detach_target,
@@ -80,7 +80,7 @@ def reference_network(config: DictConfig) -> GatedNetwork:
 def reference_flops(config: DictConfig) -> int:
     """FLOPs of the reference network for one image."""
     with torch.device("meta"):
-        return dense_flops(reference_network(config), IMAGE_SETS[config.data.name.name].shape)
+        return dense_flops(reference_network(config), image_set(config.data).shape)
 
 
 def build_module(config: DictConfig) -> LitCosineGate:
@@ -115,4 +115,4 @@ def _block_weights(config: DictConfig) -> Tensor:
     """(N,): the FLOPs of every block's residual."""
     with torch.device("meta"):
         network = dense_network(config)
-    return block_flops(network, IMAGE_SETS[config.data.name.name].shape)
+    return block_flops(network, image_set(config.data).shape)

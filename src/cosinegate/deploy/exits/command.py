@@ -170,7 +170,7 @@ def _write(source: Source, early: EarlyExitNetwork, found: dict[str, Any], folde
     card = {
         "name": f"{source.config.name}_exits",
         "source": str(source.path),
-        "data": source.config.data.name.name,
+        "data": source.data.image_set.name,
         "network": described(early, source.config, source.actions),
         "dense_flops": source.dense_flops,
         "files": {WEIGHTS: sha256(folder / WEIGHTS)},
@@ -190,7 +190,7 @@ def _record(source: Source, early: EarlyExitNetwork, found: dict[str, Any]) -> R
         "status": "finished",
         "experiment": f"{config.name}_exits",
         "identity": found["identity"],
-        "data": config.data.name.name,
+        "data": source.data.image_set.name,
         "seed": config.seed,
         "gate": "exits",
         "tau_target": point["budget"] if point["budget"] <= 1 else 1.0,
