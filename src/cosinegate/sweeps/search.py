@@ -113,7 +113,6 @@ class Space:
         config = self.base.copy()
         for name, value in params.items():
             OmegaConf.update(config, self.nodes[name].key, value)
-        read_images(config.data)
         return config
 
 
@@ -225,12 +224,17 @@ def _figure(record: Record, key: str) -> float:
     return value
 
 
+def _folder(config: DictConfig) -> Path:
+    read_images(config.data)
+    return run_folder(config)
+
+
 def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
     """The trials, best first; what was searched for, and beside it the test accuracy that was not."""
     trials = study.get_trials(states=(TrialState.COMPLETE,))
     if not trials:
         return
-    folders = {trial.number: run_folder(space.place(trial.params)) for trial in trials}
+    folders = {trial.number: _folder(space.place(trial.params)) for trial in trials}
     add_to_manifest(base.sweep, base.runs_dir, list(folders.values()))
     best = {trial.number for trial in study.best_trials}
     table = Table(title=cell(base.sweep), title_justify="left", caption_justify="left")
