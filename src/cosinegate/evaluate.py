@@ -16,6 +16,7 @@ from cosinegate.callbacks.routes import Routes
 from cosinegate.config.choices import Checkpoint
 from cosinegate.config.commands import EvaluateConfig
 from cosinegate.config.ranges import is_plain_name
+from cosinegate.data.folder import move
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import read_network
 from cosinegate.deploy.source import is_written_network
@@ -36,14 +37,14 @@ def evaluate(options: EvaluateConfig) -> tuple[dict[str, Any], RoutingSummary, t
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     path, module, config, name = load_module(options.run, options.checkpoint)
-    config.data.root, config.data.folder = options.root or config.data.root, options.data_folder or config.data.folder
+    move(config.data, options.root, options.data_folder)
     config.trainer.enable_progress_bar = config.trainer.enable_progress_bar and not options.json
     data = ImageData(config.data, config.seed)
     routing, executed = TestRouting(), ExecutedFlops(dense_flops(dense_network(config), data.image_set.shape))
     tested = _test(module, config, data, [routing, executed], options.accelerator, options.limit_batches)
     summary, classes = routing.summary, data.image_set.classes
     flops = {"counted": summary.mean_gate, "executed": executed.executed, "dense_per_image": executed.dense}
-    facts = {"checkpoint": str(path), "experiment": name, "data": config.data.name.name}
+    facts = {"checkpoint": str(path), "experiment": name, "data": data.image_set.name}
     return _result(facts, tested["test/acc"], tested["test/loss"], summary, flops, classes), summary, classes
 
 
@@ -148,7 +149,7 @@ def show_routing(summary: RoutingSummary, classes: tuple[str, ...]) -> None:
     for index, name in enumerate(classes):
         right = summary.correct[index] / summary.count[index].clamp_min(1)
         open_fractions = (f"{fraction:.2f}" for fraction in summary.open_by_class[index].tolist())
-        table.add_row(name, console.percent(right.item()), *open_fractions)
+        table.add_row(console.cell(name), console.percent(right.item()), *open_fractions)
     table.add_section()
     right = summary.correct.sum() / summary.count.sum()
     table.add_row("all", console.percent(right.item()), *(f"{fraction:.2f}" for fraction in summary.open.tolist()))

@@ -10,6 +10,7 @@ from cosinegate.callbacks.wandb_end import ending_wandb
 from cosinegate.config.checks import validate
 from cosinegate.config.choices import Validation
 from cosinegate.config.identity import run_folder
+from cosinegate.data.folder import read_images
 from cosinegate.data.module import ImageData
 from cosinegate.hardware.memory import keep_freed_memory
 from cosinegate.networks.flops import dense_flops
@@ -32,6 +33,7 @@ def train(config: DictConfig, job: str | None = None) -> Record:
     quiet()
     keep_freed_memory()
     validate(config)
+    read_images(config.data)  # a folder's images are a part of what the run is
     if config.trainer.fast_dev_run:
         return try_a_few_batches(config)
     folder, facts = run_folder(config), run_facts(config)

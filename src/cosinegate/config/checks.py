@@ -11,9 +11,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cosinegate.config.choices import GateKind, Polarity
+from cosinegate.config.choices import Dataset, GateKind, Polarity
 from cosinegate.config.commands import ReportConfig, SearchConfig
-from cosinegate.config.identity import LATEST, blocks_per_stage, convolution_weights, leaves, primitives, reference
+from cosinegate.config.identity import (
+    LATEST,
+    OF_A_FOLDER,
+    blocks_per_stage,
+    convolution_weights,
+    leaves,
+    primitives,
+    reference,
+)
 from cosinegate.config.ranges import LARGEST
 from cosinegate.config.schema import GATES, Config, ranges
 from cosinegate.terminal.errors import UserError
@@ -105,10 +113,18 @@ def _check_training(config: DictConfig) -> None:
     _check_weights(config)
     if config.optimizer.nesterov and config.optimizer.momentum == 0:
         raise UserError("optimizer.nesterov = True: needs optimizer.momentum above 0")
-    if len(config.data.mean) != len(config.data.std):
-        raise UserError(
-            f"data.mean has {len(config.data.mean)} values and data.std {len(config.data.std)}: one a channel"
-        )
+    _check_data(config.data)
+
+
+def _check_data(data: DictConfig) -> None:
+    """Ends with one line where the keys of a data set do not go together."""
+    for key in OF_A_FOLDER:
+        if data.name is not Dataset.folder and data[key] is not None:
+            raise UserError(f"data.{key} = {data[key]}: is for data=folder, not for {data.name.name}")
+        if data.name is Dataset.folder and data[key] is None and key != "content":
+            raise UserError(f"data.{key} has no value: choose the images by data=folder, which gives it one")
+    if len(data.mean) != len(data.std):
+        raise UserError(f"data.mean has {len(data.mean)} values and data.std {len(data.std)}: one a channel")
 
 
 def check_ranges(config: DictConfig, path: str = "") -> None:

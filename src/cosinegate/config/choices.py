@@ -8,6 +8,7 @@ class Dataset(Enum):
     mnist = "mnist"
     fashion_mnist = "fashion_mnist"
     digits = "digits"
+    folder = "folder"  # a person's own images
 
 
 class Validation(Enum):

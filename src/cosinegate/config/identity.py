@@ -17,6 +17,7 @@ NOT_IDENTITY += ("data.root", "data.folder")
 NOT_IDENTITY += ("trainer.accelerator", "trainer.devices", "trainer.strategy", "trainer.num_nodes")
 NOT_IDENTITY += ("trainer.enable_progress_bar", "trainer.enable_model_summary")
 NOT_IDENTITY += ("trainer.profiler",)
+OF_A_FOLDER = ("size", "channels", "test_fraction", "content")  # keys of data=folder: no part where they are null
 
 # Keys that left, with what every run has had there: a part of the identities, so that runs keep their folders.
 LEFT = {"trainer": {"num_sanity_val_steps": 0, "sync_batchnorm": True}}
@@ -64,6 +65,9 @@ def identity(config: DictConfig) -> str:
         del node[last]
     for group, values in LEFT.items():
         content[group] |= values
+    for key in OF_A_FOLDER:
+        if content["data"][key] is None:
+            del content["data"][key]
     if config.weights:  # runs of several seeds, each from the run of its own seed, are one configuration
         content["weights"] = re.sub(rf"-s{config.seed}$", "", str(Path(config.weights)))
     if content["network"]["library"] is None:  # as it was before other libraries' networks had keys

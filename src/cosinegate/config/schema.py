@@ -4,6 +4,7 @@ A key that a checkpoint's config lacks, because it is younger, has its default.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,13 @@ from cosinegate.config.ranges import (
 )
 
 DEEPEST, WIDEST = 1202, 4096
+MOST_CLASSES = 5_000  # their names lie in configs, cards and checkpoints
 PROFILERS = ("simple", "advanced", "pytorch")
+
+
+def is_class_name(value: str) -> bool:
+    """Whether a config can hold the name of a class, and does not take it for a reference to another value."""
+    return is_plain_name(value) and "${" not in value and value != MISSING
 
 
 def _images(default: Any) -> Any:
@@ -50,6 +57,20 @@ def _images(default: Any) -> Any:
 
 def _batches() -> Any:
     return allowed(None, *ANY_BATCHES)
+
+
+@dataclass
+class ContentConfig:
+    """What the images of a folder are. The program finds it out; nobody writes it."""
+
+    sha256: str = allowed(MISSING, lambda v: bool(re.fullmatch("[0-9a-f]{64}", v)), "a SHA-256")  # of pixels and labels
+    classes: list[str] = allowed(
+        [],
+        lambda v: 2 <= len(v) == len(set(v)) <= MOST_CLASSES and all(map(is_class_name, v)),
+        f"from 2 to {MOST_CLASSES} different names",
+    )
+    train_size: int = _images(MISSING)
+    test_size: int = _images(MISSING)
 
 
 @dataclass
@@ -66,6 +87,15 @@ class DataConfig:
     flip: bool = False
     mean: list[float] = allowed([], lambda v: all(abs(m) <= 1e6 for m in v), "from -1e6 to 1e6 for each channel")
     std: list[float] = allowed([], lambda v: all(s >= 1e-6 for s in v), "above 0 for each channel, at least 1e-6")
+    # of data=folder alone, and null for every other data set
+    size: int | None = allowed(  # height and width that images are resized to
+        None, lambda v: v is None or 8 <= v <= 1024, "null or from 8 to 1024 pixels"
+    )
+    channels: int | None = allowed(None, lambda v: v in (None, 1, 3), "null, 1 (grey) or 3 (RGB)")
+    test_fraction: float | None = allowed(  # of each class, where the folder has no test images of its own
+        None, lambda v: v is None or 0 < v < 1, "null or between 0 and 1, both excluded"
+    )
+    content: ContentConfig | None = None
 
 
 @dataclass

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cosinegate.config.choices import Validation
 from cosinegate.config.schema import DataConfig
-from cosinegate.data import IMAGE_SETS
+from cosinegate.data import image_set
 from cosinegate.data.loader import Augmentation, EpochOrder, EvalLoader, Normalisation, TrainLoader
 from cosinegate.data.sources import Arrays, load
 from cosinegate.terminal.errors import UserError
@@ -22,13 +22,14 @@ class ImageData(L.LightningDataModule):
         self.config = config
         self.seed = seed
         self.shuffle = shuffle
-        self.image_set = IMAGE_SETS[config.name.name]
+        self.image_set = image_set(config)
         channels = self.image_set.shape[2]
         if len(config.mean) != channels:
             raise UserError(f"data.mean has {len(config.mean)} values: {self.image_set.name} has {channels} channel(s)")
         if config.validation is Validation.holdout and config.holdout >= self.image_set.train_size:
             raise UserError(
-                f"data.holdout = {config.holdout}: must be below the {self.image_set.train_size} training images"
+                f"data.holdout = {config.holdout}: must be below the {self.image_set.train_size} training images; "
+                f"a tenth of them is data.holdout={max(1, self.image_set.train_size // 10)}"
             )
         kept = self.image_set.train_size - (config.holdout if config.validation is Validation.holdout else 0)
         if config.drop_last and config.batch_size > kept:

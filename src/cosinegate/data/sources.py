@@ -33,7 +33,7 @@ TIMEOUT = 20  # seconds without an answer from an official address
 
 
 class Arrays(NamedTuple):
-    """A whole data set: images (N, H, W, C) uint8, labels (N,) uint8."""
+    """A whole data set: images (N, H, W, C) uint8, labels (N,) uint8 (of more than 256 classes, uint16)."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -89,7 +89,7 @@ def load(image_set: ImageSet, root: str | Path, folder: str | Path | None = None
         try:
             return _verified(image_set, _read(kept))
         except UNUSABLE as error:
-            tried.append(f"{kept}: {_line(error)}")
+            tried.append(f"{kept}: {one_line(error)}")
     sources = list(image_set.sources)
     if folder is not None and image_set.from_folder is not None:
         sources.insert(0, (f"folder {folder}", lambda scratch: image_set.from_folder(Path(folder))))
@@ -98,10 +98,10 @@ def load(image_set: ImageSet, root: str | Path, folder: str | Path | None = None
             try:
                 arrays = _verified(image_set, fetch(Path(scratch)))
             except UNUSABLE as error:
-                tried.append(f"{words}: {_line(error)}")
+                tried.append(f"{words}: {one_line(error)}")
                 continue
         if image_set.from_folder is not None:
-            _keep(arrays, kept)
+            keep(arrays, kept)
             for line in (*tried, f"{image_set.name} from {words}, verified, kept in {kept}"):
                 print(f"data: {line}", file=sys.stderr, flush=True)
         return arrays
@@ -124,7 +124,7 @@ def download(url: str, most: int, md5: str) -> bytes:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
             content = answer.read(most + 1)
     except (OSError, http.client.HTTPException) as error:  # no network, refused, or cut off
-        raise SourceFailed(f"{url}: {_line(error)}") from error
+        raise SourceFailed(f"{url}: {one_line(error)}") from error
     if len(content) > most or hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
         raise SourceFailed(f"{url} is not the file that its checksum is of")
     return content
@@ -208,7 +208,7 @@ def _read(path: Path) -> Arrays:
         return Arrays(*(stored[field] for field in Arrays._fields))
 
 
-def _keep(arrays: Arrays, path: Path) -> None:
+def keep(arrays: Arrays, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -217,6 +217,6 @@ def _keep(arrays: Arrays, path: Path) -> None:
         raise UserError(f"data.root: cannot write {path}: {error.strerror}") from error
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     words = " ".join(str(error).split())
     return (textwrap.shorten(words, 160, placeholder=" …") or type(error).__name__).rstrip(".")

@@ -13,6 +13,7 @@ from torch import Tensor
 from cosinegate.config.choices import Checkpoint, Dynamic
 from cosinegate.config.commands import BenchmarkConfig
 from cosinegate.config.identity import reference
+from cosinegate.data import image_set
 from cosinegate.deploy.benchmark_table import MARK, as_markdown, draw
 from cosinegate.deploy.engines import DENSE, Engines, Model
 from cosinegate.deploy.exits import EarlyExitNetwork
@@ -65,7 +66,7 @@ def benchmark(options: BenchmarkConfig) -> dict[str, Any]:
         rows, kernels = _measure(engines, models, int8, images, options)
     results = {
         "run": str(source.folder),
-        "data": source.config.data.name.name,
+        "data": source.data.image_set.name,
         "threads": options.threads,
         "dense": network_name(reference(source.config.network)),
         "budget": options.budget,
@@ -147,8 +148,9 @@ def _dense_run(run: str, checkpoint: Checkpoint | None, beside: Source) -> tuple
     module, config = load_checkpoint(path)
     if module.network.has_gates:
         raise UserError(f"against = {run}: has gates; give runs of dense networks")
-    if config.data.name is not beside.config.data.name:
-        raise UserError(f"against = {run}: is on {config.data.name.name}, not on {beside.config.data.name.name}")
+    theirs, ours = image_set(config.data).name, beside.data.image_set.name
+    if theirs != ours:
+        raise UserError(f"against = {run}: is on {theirs}, not on {ours}")
     executed = dense_flops(module.network, beside.data.image_set.shape) / beside.reference_flops
     name = f"{config.name} {network_name(config.network)} s{config.seed}"
     own = run_folder_of(path) if is_the_records(path) else None

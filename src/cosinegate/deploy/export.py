@@ -136,7 +136,7 @@ def _write(
     return {
         "name": source.config.name,
         "source": str(source.path),
-        "data": data.name.name,
+        "data": source.data.image_set.name,
         "classes": classes,
         "input": {
             "name": "images",

@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from cosinegate.config.choices import Checkpoint, Dynamic, Validation
+from cosinegate.data.folder import move
 from cosinegate.data.module import ImageData
 from cosinegate.deploy.card import Network, actions_of, is_card_folder, read_network
 from cosinegate.deploy.exits import EarlyExitNetwork
@@ -77,7 +78,7 @@ def load_source(
         folder = run_folder_of(path)
         module, config = load_checkpoint(path)
         network = module.network.eval()
-    config.data.root, config.data.folder = root or config.data.root, data_folder or config.data.folder
+    move(config.data, root, data_folder)
     data = ImageData(config.data, config.seed)
     data.setup()
     return Source(path, folder, config, network, data, actions)

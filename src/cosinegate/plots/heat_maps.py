@@ -9,6 +9,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+plt.rcParams["text.parse_math"] = False  # a name with dollars in it is a name
+
 
 def block_by_epoch(rows: dict[int, Row]) -> Figure:
     """Returns a heat map of the fraction of samples that compute each block, over the validated epochs."""
@@ -28,7 +30,8 @@ def _drawn(table: np.ndarray, title: str, x: str, y: str, columns: list, lines: 
     image = axis.imshow(table, aspect="auto", vmin=0, vmax=1, cmap="cividis", interpolation="nearest")
     step = max(1, len(columns) // 16)
     axis.set_xticks(range(0, len(columns), step), [str(name) for name in columns[::step]])
-    axis.set_yticks(range(len(lines)), [str(name) for name in lines])
+    step = max(1, len(lines) // 32)
+    axis.set_yticks(range(0, len(lines), step), [str(name) for name in lines[::step]])
     axis.set(title=f"fraction of samples that compute: {title}", xlabel=x, ylabel=y)
     figure.colorbar(image, ax=axis)
     return figure

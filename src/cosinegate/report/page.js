@@ -80,7 +80,7 @@ function drawCurves(run, other) {
 
 function heat(id, words, columns, rows, cells, x, y) {
   draw(id, words, {
-    tooltip: { formatter: ({ value }) => `${y} ${rows[value[1]]}, ${x} ${columns[value[0]]}: ${percent(value[2])} compute it` },
+    tooltip: { formatter: ({ value }) => `${y} ${echarts.format.encodeHTML(rows[value[1]])}, ${x} ${columns[value[0]]}: ${percent(value[2])} compute it` },
     grid: { left: 12, right: 24, top: 28, bottom: 84, containLabel: true },
     xAxis: { type: "category", data: columns, name: x, nameLocation: "middle", nameGap: 26 },
     yAxis: { type: "category", data: rows, name: y, nameLocation: "start", inverse: true },

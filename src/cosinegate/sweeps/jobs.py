@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cosinegate.cli import one_line
 from cosinegate.config.checks import check_one_of_several, require_schema, validate
 from cosinegate.config.identity import identity, run_folder
+from cosinegate.data.folder import read_images
 from cosinegate.runs.manifest import add_to_manifest, digest, how_to_draw
 from cosinegate.runs.record import Record, read_record
 from cosinegate.terminal.errors import UserError
@@ -102,6 +103,7 @@ def plan(
             job.config = _task_config(composed)
             require_schema(job.config)
             validate(job.config)
+            read_images(job.config.data)
             _check(job.config)
         except (HydraException, OmegaConfBaseException, UserError) as error:
             job.error = one_line(error)

@@ -27,6 +27,7 @@ from cosinegate.cli import why_it_ended
 from cosinegate.config.choices import Cost, Sampler, Validation
 from cosinegate.config.identity import SWEEPS, identity, primitives, run_folder
 from cosinegate.config.ranges import is_number
+from cosinegate.data.folder import read_images
 from cosinegate.runs.lock import locked
 from cosinegate.runs.manifest import add_to_manifest, how_to_draw
 from cosinegate.runs.record import Record, read_record
@@ -58,6 +59,8 @@ def search(config: DictConfig, space: Space) -> None:
 
 def _fingerprint(base: DictConfig, options: DictConfig) -> str:
     """Returns ten hex digits that two searches share if their trials can be in one study."""
+    base = base.copy()
+    read_images(base.data)
     content = [identity(base), base.seed, primitives(options)["space"], options.cost.name, options.sampler.name]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -163,12 +166,17 @@ def _figure(record: Record, key: str) -> float:
     return value
 
 
+def _folder(config: DictConfig) -> Path:
+    read_images(config.data)
+    return run_folder(config)
+
+
 def _show(study: optuna.Study, space: Space, base: DictConfig) -> None:
     """Prints the trials, best first, with the test accuracy, which was not searched for."""
     trials = study.get_trials(states=(TrialState.COMPLETE,))
     if not trials:
         return
-    folders = {trial.number: run_folder(space.place(trial.params)) for trial in trials}
+    folders = {trial.number: _folder(space.place(trial.params)) for trial in trials}
     add_to_manifest(base.sweep, base.runs_dir, list(folders.values()))
     best = {trial.number for trial in study.best_trials}
     table = Table(title=cell(base.sweep), title_justify="left", caption_justify="left")

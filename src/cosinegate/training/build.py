@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cosinegate.config.choices import GateKind, Library, Weighting
 from cosinegate.config.identity import blocks_per_stage, convolution_weights, primitives, reference, stage_widths
-from cosinegate.data import IMAGE_SETS
+from cosinegate.data import image_set
 from cosinegate.gates import Gate
 from cosinegate.gates.make import GateMaker
 from cosinegate.lit import LitCosineGate
@@ -27,13 +27,13 @@ def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | 
     if config.network.library is not None:
         with torch.device("cpu"):  # it runs once, which needs numbers
             return _library_network(config, make_gate)
-    network, image_set = config.network, IMAGE_SETS[config.data.name.name]
+    network, images = config.network, image_set(config.data)
     first = [index == 0 for number in blocks_per_stage(network) for index in range(number)]
     return ResNet(
         blocks_per_stage=blocks_per_stage(network),
         widths=stage_widths(network),
-        in_channels=image_set.shape[2],
-        num_classes=len(image_set.classes),
+        in_channels=images.shape[2],
+        num_classes=len(images.classes),
         shortcut=network.shortcut,
         post_activation=network.post_activation,
         make_gate=make_gate or GateMaker(config.gate, _gated(config, first)),
@@ -43,7 +43,7 @@ def build_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | 
 
 
 def _library_network(config: DictConfig, make_gate: Callable[[int], Gate | None] | None) -> AdaptedNetwork:
-    height, width, channels = IMAGE_SETS[config.data.name.name].shape
+    height, width, channels = image_set(config.data).shape
     model = library_model(*_library_arguments(config))
     example = torch.rand(2, channels, height, width, generator=torch.Generator().manual_seed(0))
     gated = adapted(
@@ -66,9 +66,9 @@ def weights_of(config: DictConfig) -> int:
 
 
 def _library_arguments(config: DictConfig) -> tuple[Library, str, dict[str, Any], int, int]:
-    image_set, network = IMAGE_SETS[config.data.name.name], config.network
+    images, network = image_set(config.data), config.network
     options = {} if network.options is None else OmegaConf.to_container(network.options, resolve=True)
-    return network.library, network.model, options, image_set.shape[2], len(image_set.classes)
+    return network.library, network.model, options, images.shape[2], len(images.classes)
 
 
 def _gated(config: DictConfig, first_of_stage: list[bool]) -> list[bool]:
@@ -96,7 +96,7 @@ def reference_network(config: DictConfig) -> GatedNetwork:
 def reference_flops(config: DictConfig) -> int:
     """FLOPs of the reference network for one image."""
     with torch.device("meta"):
-        return dense_flops(reference_network(config), IMAGE_SETS[config.data.name.name].shape)
+        return dense_flops(reference_network(config), image_set(config.data).shape)
 
 
 def build_module(config: DictConfig) -> LitCosineGate:
@@ -123,6 +123,6 @@ def build_objective(config: DictConfig, network: GatedNetwork) -> CosineGateLoss
         tau_target=objective.tau_target,
         sided=objective.sided,
         target=objective.target,
-        block_weights=block_flops(network, IMAGE_SETS[config.data.name.name].shape) if by_flops else None,
+        block_weights=block_flops(network, image_set(config.data).shape) if by_flops else None,
         gated=torch.tensor([block.gate is not None for block in network.blocks], device="cpu"),
     )

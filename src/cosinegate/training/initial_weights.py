@@ -16,6 +16,7 @@ from cosinegate.terminal.errors import UserError
 from cosinegate.training.load import chosen_path, load_checkpoint, run_folder_of
 
 ALIKE = ("network", "data.name", "data.validation", "data.holdout", "data.mean", "data.std")
+ALIKE += ("data.size", "data.channels", "data.content")
 
 
 def load_initial_weights(

@@ -12,7 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from cosinegate.callbacks.checkpoints import LAST, PREVIOUS
 from cosinegate.callbacks.kept import KeptCallbacks
+from cosinegate.config.choices import Dataset
 from cosinegate.config.identity import identity, run_folder
+from cosinegate.data import image_set
+from cosinegate.data.folder import described
 from cosinegate.lit import LitCosineGate
 from cosinegate.networks.name import network_name
 from cosinegate.runs.files import write_atomically
@@ -34,7 +37,7 @@ def run_facts(config: DictConfig) -> dict[str, Any]:
     return {
         "experiment": config.name,
         "identity": identity(config),
-        "data": config.data.name.name,
+        "data": image_set(config.data).name,
         "seed": config.seed,
         "gate": gate.kind.name,
         "polarity": gate.polarity.name if "polarity" in gate else None,
@@ -74,6 +77,8 @@ def go_on(
     if rank_zero_only.rank == 0 and folder.parent == Path(config.runs_dir) / config.name:
         link_latest(folder)
     if job is None:
+        if config.data.name is Dataset.folder:
+            console.say(described(config.data))
         console.say(f"{'resuming' if point.path else 'training'} {config.name} in {folder}")
     if changed:
         console.say(f"{folder}: from epoch {point.epochs + 1} on another program trains it: {changed}")

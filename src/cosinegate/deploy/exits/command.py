@@ -114,7 +114,7 @@ def _write(source: Source, early: EarlyExitNetwork, frontier: dict[str, Any], fo
     card = {
         "name": f"{source.config.name}_exits",
         "source": str(source.path),
-        "data": source.config.data.name.name,
+        "data": source.data.image_set.name,
         "network": described(early, source.config, source.actions),
         "dense_flops": source.dense_flops,
         "files": {WEIGHTS: sha256(folder / WEIGHTS)},
@@ -133,7 +133,7 @@ def _record(source: Source, early: EarlyExitNetwork, frontier: dict[str, Any]) -
         "status": "finished",
         "experiment": f"{config.name}_exits",
         "identity": frontier["identity"],
-        "data": config.data.name.name,
+        "data": source.data.image_set.name,
         "seed": config.seed,
         "gate": "exits",
         "selected_on": config.data.validation.name,
