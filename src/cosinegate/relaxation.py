@@ -49,7 +49,7 @@ def anneal(annealing: Annealing, start: float, end: float, progress: float) -> f
 class Relaxation(nn.Module):
     """Opens the gates of a network by their logits. Callbacks move temperature and noise; evaluation uses neither."""
 
-    def __init__(self, temperature: float, hard: bool, threshold: float, noisy: bool = True) -> None:
+    def __init__(self, *, temperature: float, hard: bool, threshold: float, noisy: bool = True) -> None:
         super().__init__()
         self.temperature = temperature
         self.hard = hard

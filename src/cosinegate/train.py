@@ -50,7 +50,8 @@ def train(config: DictConfig, job: str | None = None) -> Record:
     module = build_module(config)  # the network with its gates, and the objective
     if config.weights is not None:
         facts["weights"] = load_initial_weights(module, config, folder, before)
-    kept = KeptCallbacks(config, folder, facts, dense_flops(module.network, data.image_set.shape), job)
+    dense = dense_flops(module.network, data.image_set.shape)
+    kept = KeptCallbacks(config, folder=folder, facts=facts, dense_flops=dense, job=job)
     trainer = build_trainer(config, kept.first, kept.last, kept.metrics)
     check_batches(config, trainer, data, job)
     data.prepare_data()

@@ -43,7 +43,7 @@ class Checkpoints(Checkpoint):
     """A callback that keeps last, previous and best. The best epoch is chosen from the rows of metrics.csv."""
 
     def __init__(
-        self, folder: Path, metrics: MetricsCSV, stop: StopRequest, minutes: float, run_stamp: dict[str, Any]
+        self, *, folder: Path, metrics: MetricsCSV, stop: StopRequest, minutes: float, run_stamp: dict[str, Any]
     ) -> None:
         self.folder = folder / "checkpoints"
         self.metrics = metrics

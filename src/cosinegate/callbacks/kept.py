@@ -30,10 +30,10 @@ class KeptCallbacks:
     """The callbacks `first` set the schedule; those in `last` keep what was logged."""
 
     def __init__(
-        self, config: DictConfig, folder: Path, facts: dict[str, Any], dense_flops: int, job: str | None
+        self, config: DictConfig, *, folder: Path, facts: dict[str, Any], dense_flops: int, job: str | None
     ) -> None:
         self.config, self.metrics, self.stop = config, MetricsCSV(folder), StopRequest()
-        self.record = RunRecord(folder, self.metrics, facts)
+        self.record = RunRecord(folder=folder, metrics=self.metrics, facts=facts)
         self.routing, self.executed = TestRouting(), ExecutedFlops(dense_flops)
         self.compiled, self.limits = CompiledNetwork(dense_flops), _limits(config.trainer)
         sums = EpochSums()
@@ -54,7 +54,13 @@ class KeptCallbacks:
             self.record,
             NotFiniteState(folder),
             EpochLine(job),
-            Checkpoints(folder, self.metrics, self.stop, config.save_minutes, run_stamp(config)),
+            Checkpoints(
+                folder=folder,
+                metrics=self.metrics,
+                stop=self.stop,
+                minutes=config.save_minutes,
+                run_stamp=run_stamp(config),
+            ),
         ]
 
     def finish(self, trainer: L.Trainer, accuracy: float, test_of: str) -> Record:

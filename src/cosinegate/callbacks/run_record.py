@@ -26,7 +26,7 @@ from cosinegate.terminal.signals import Stopped
 class RunRecord(AtEpochStart):
     """A callback that writes record.json; `facts` is what is known before the run starts."""
 
-    def __init__(self, folder: Path, metrics: MetricsCSV, facts: dict[str, Any]) -> None:
+    def __init__(self, *, folder: Path, metrics: MetricsCSV, facts: dict[str, Any]) -> None:
         self.folder = folder
         self.metrics = metrics
         self.record = Record(status="running", epochs=Epochs(done=0), **facts)

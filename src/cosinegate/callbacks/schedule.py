@@ -7,6 +7,7 @@ import torch
 
 from cosinegate.config.schema import RelaxationConfig
 from cosinegate.lit import LitCosineGate
+from cosinegate.objective import prog
 from cosinegate.relaxation import Relaxation, anneal
 
 
@@ -32,7 +33,7 @@ class Warmup(L.Callback):
         pl_module.objective.warmup_epochs, pl_module.epoch = self.warmup_epochs, t
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: LitCosineGate) -> None:
-        pl_module.log("schedule/prog", pl_module.objective.prog, sync_dist=True)
+        pl_module.log("schedule/prog", prog(pl_module.epoch, self.warmup_epochs), sync_dist=True)
 
 
 class LearningRate(L.Callback):

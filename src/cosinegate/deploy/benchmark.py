@@ -60,8 +60,14 @@ def benchmark(options: BenchmarkConfig) -> dict[str, Any]:
     own = Model(network, counted, executed, _record_folder(source, options), is_own=True)
     models = {DENSE: Model(source.dense(), 1.0, 1.0, None), name: own} | others
     with tempfile.TemporaryDirectory() as scratch, naming(Path(scratch)):
-        some = images[:CALIBRATION_IMAGES]
-        engines = Engines(models, some, held_out, Path(scratch), options.threads, options.torch_compile)
+        engines = Engines(
+            models,
+            images=images[:CALIBRATION_IMAGES],
+            held_out=held_out,
+            scratch=Path(scratch),
+            threads=options.threads,
+            torch_compile=options.torch_compile,
+        )
         int8 = _int8(name, own, source, route, Path(scratch), images, labels)
         rows, kernels = _measure(engines, models, int8, images, options)
     results = {

@@ -51,6 +51,7 @@ class Engines:
     def __init__(
         self,
         models: dict[str, Model],
+        *,
         images: Tensor,
         held_out: Tensor,
         scratch: Path,

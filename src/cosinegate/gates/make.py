@@ -70,4 +70,9 @@ def _relaxation(config: OpeningConfig | GateConfig) -> Relaxation | None:
     if config.kind is GateKind.random:  # it draws 0 or 1, and takes of it which part of the batch this process has
         return Relaxation(temperature=1.0, hard=True, threshold=0.5)
     relaxation = config.relaxation
-    return Relaxation(relaxation.temperature, relaxation.hard, config.threshold, noisy=relaxation.noise_until > 0)
+    return Relaxation(
+        temperature=relaxation.temperature,
+        hard=relaxation.hard,
+        threshold=config.threshold,
+        noisy=relaxation.noise_until > 0,
+    )

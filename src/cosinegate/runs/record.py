@@ -119,12 +119,15 @@ def read_record(folder: Path) -> Record | None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is not a run record of format {FORMAT}; {AWAY}")
     try:
-        return Record.model_validate(content)
+        record = Record.model_validate(content)
     except ValidationError as error:
         wrong = {detail["loc"] for detail in error.errors() if not detail["type"].endswith("_than_equal")}
         if wrong & {("status",), ("epochs",), ("epochs", "done")}:
             raise UserError(f"{path} lacks a run's status or epochs; {AWAY}") from error
         raise UserError(f"{path}: {wrong_value(error, content)}; {AWAY}") from error
+    if record.epochs.done is None and record.exits is None:
+        raise UserError(f"{path} lacks a run's status or epochs; {AWAY}")
+    return record
 
 
 def require(record: Record, path: Path, *keys: str) -> None:
