@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import pytest
 from warm import Started, draw_no_curves, serve_commands, worker_command
 from xdist.scheduler import LoadScopeScheduling
 
-import cosinegate  # noqa: F401  before timm, whose import it mends; without torch
+import cosinegate  # noqa: F401 (mends torchvision, whoever imports it first)
 
 if TYPE_CHECKING:  # the process that starts the workers does without
     import torch
@@ -75,6 +76,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     draw_no_curves()
     gc.freeze()  # what was imported stays: looking through it again and again takes a tenth of the time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """The process that starts the workers would import lightning for a warning of lightning's own kind."""
+    known = next(kind for kind in warning_message.category.__mro__ if kind.__module__ == "builtins")
+    warning_message.category, warning_message.message = known, known(str(warning_message.message))
 
 
 class SharedFixtures(LoadScopeScheduling):

@@ -1,4 +1,5 @@
-"""Compares the routes of two float32 programs: a decision may differ only where its logit lies on its threshold.
+"""Compares two float32 programs: scores are equal but for rounding, and a decision may differ only where its logit lies
+on its threshold.
 
 Two programs add in another order (folded BatchNorm, onnxruntime, another processor), so a logit differs by rounding. A
 sample that took another route has other inputs from there on, so only its first other decision has to be explained.
@@ -14,6 +15,20 @@ from cosinegate.networks import Routing
 MARGIN = 2e-5  # of 1 + |logit|: some hundred roundings of float32, a thousandth of what most gates' logits spread over
 EXIT_MARGIN = 1e-3  # of an exit, which sees log(-log p): where p is nearly 1, rounding shows in the third digit
 MOST = 0.05  # of the samples, and one in any case, may have a logit so near
+
+
+def rounding(scores: Tensor) -> Tensor:
+    """Returns how much scores (B, K) may differ, (B, 1): the larger what is summed, the larger the roundings."""
+    return MARGIN * (1 + scores.abs().amax(1, keepdim=True))
+
+
+def assert_same_scores(found: Tensor, expected: Tensor) -> None:
+    """Scores of two float32 programs differ by rounding alone, and so do their classes."""
+    over = (found - expected).abs() / rounding(expected)
+    assert (over <= 1).all(), f"a score differs by {over.max().item():.1f} of what rounding may change"
+    best, second = expected.topk(2).values.unbind(1)
+    other = found.argmax(1) != expected.argmax(1)
+    assert ((best - second)[other] <= 2 * rounding(expected)[other, 0]).all()  # of two classes that score alike, either
 
 
 def near_threshold(network, routing: Routing) -> Tensor:

@@ -24,7 +24,7 @@ from deployed import (
     settled,
     with_exits,
 )
-from same_routes import near_exit
+from same_routes import assert_same_scores, near_exit
 
 from cosinegate.deploy.engines import torch_compiled
 from cosinegate.deploy.fold import folded
@@ -83,7 +83,7 @@ def test_the_batch_form_with_no_exit_taken_and_with_nobody_left(threshold, exits
     early.threshold.fill_(threshold)
     scores, route = run_onnx(session(tmp_path / "moved.onnx", 1), x.contiguous().numpy(), 8)
     assert (route == ([True] * 5 if threshold < 0 else [True] * 3 + [False] * 2)).all()
-    np.testing.assert_allclose(scores, eager(early, x).logits.numpy(), rtol=0, atol=1e-4)
+    assert_same_scores(torch.from_numpy(scores), eager(early, x).logits)
 
 
 def test_only_the_taken_branch_runs(exits, tmp_path):
