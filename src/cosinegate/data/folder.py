@@ -183,7 +183,7 @@ def _listed(folder: Path, options: Options) -> Listing:
         raise SourceFailed("no such folder")
     names = _entries(folder)
     if "train" not in names or not _entries(folder / "train"):  # a class may be called train
-        if False:
+        if set(names) <= {"train", *TEST}:
             raise SourceFailed(f"has no folder of a class; {LAYOUT}")
         return _parted(_classes(folder, ""), options.test_fraction, [])
     train = _classes(folder / "train", "train/")
