@@ -58,6 +58,9 @@ class FusedBlock(nn.Module):
         self.is_identity = isinstance(block.shortcut, nn.Identity)
         self.has_relu = isinstance(block.activation, nn.ReLU)
 
+    def as_map(self, x: Tensor) -> Tensor:
+        return x
+
     def forward(self, x: Tensor, images: Tensor) -> tuple[Tensor, None]:
         onto = x if self.is_identity else self.block.shortcut(x).contiguous(memory_format=torch.channels_last)
         *first, last = self.convolutions
