@@ -17,7 +17,8 @@ from cosinegate.data import image_set
 from cosinegate.deploy.benchmark_table import MARK, as_markdown, draw
 from cosinegate.deploy.engines import DENSE, Engines, Model
 from cosinegate.deploy.exits import EarlyExitNetwork
-from cosinegate.deploy.export import forward, move_budget
+from cosinegate.deploy.export import move_budget
+from cosinegate.deploy.forward import forward
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES
 from cosinegate.deploy.onnx_forms import require_exportable, run_onnx, session
 from cosinegate.deploy.source import Source, is_the_records, load_source, require_something_to_deploy

@@ -17,6 +17,7 @@ from cosinegate.deploy.card import CARD, WEIGHTS, Network, described, is_card_fo
 from cosinegate.deploy.exits import EarlyExitNetwork
 from cosinegate.deploy.exits.budget import set_budget
 from cosinegate.deploy.fold import folded
+from cosinegate.deploy.forward import forward
 from cosinegate.deploy.int8 import CALIBRATION_IMAGES, write_int8
 from cosinegate.deploy.onnx_forms import (
     BatchForm,
@@ -29,8 +30,7 @@ from cosinegate.deploy.onnx_forms import (
 )
 from cosinegate.deploy.runtime import Runtime
 from cosinegate.deploy.source import Source, is_the_records, load_source, require_something_to_deploy
-from cosinegate.networks.compile import BATCH, Action, BlockChange, Changes
-from cosinegate.networks.flops import counting
+from cosinegate.networks.compile import Action, BlockChange, Changes
 from cosinegate.runs.lock import is_locked, locked
 from cosinegate.runs.outputs import naming
 from cosinegate.runs.record import provenance, read_record, write_record
@@ -222,19 +222,6 @@ def _sizes(network: Network) -> dict[str, int]:
         "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "blocks": sum(block.residual is not None for block in network.blocks),
     }
-
-
-@torch.inference_mode()
-def forward(network: Network, images: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Returns scores (B, K) and route (B, N) of a network in eager mode, and the FLOPs for each image."""
-    with counting() as counter:
-        outputs = [network(part) for part in images.split(BATCH)]
-    scores = torch.cat([output.logits for output in outputs])
-    flops = counter.get_total_flops() / len(images)
-    if outputs[0].routing is None:  # one route for all
-        alike = torch.tensor([block.residual is not None for block in network.blocks])
-        return scores, alike.expand(len(images), -1), flops
-    return scores, torch.cat([output.routing.gates for output in outputs]).bool(), flops
 
 
 def _into_record(folder: Path, card: dict[str, Any], changes: Changes) -> None:

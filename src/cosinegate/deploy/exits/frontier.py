@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cosinegate.deploy.exits.budget import path_costs, set_budget
 from cosinegate.deploy.exits.network import EarlyExitNetwork
-from cosinegate.deploy.export import forward
+from cosinegate.deploy.forward import forward
 from cosinegate.deploy.source import Source
 from cosinegate.networks import GatedNetwork
 from cosinegate.networks.name import network_name
