@@ -117,7 +117,7 @@ def test_a_search_that_is_asked_to_stop_saves_and_goes_on_with_its_trial(tmp_pat
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
     done = process(*command, **IN_TESTS)
     assert done.returncode == 0, done.stderr
-    assert "trial 1 goes on" in done.stdout
+    assert "trial 1 resumes" in done.stdout
     assert "trial 2 starts" in done.stdout
     records = [read_record(path) for path in (tmp_path / "digits").glob("*-s*")]
     assert [record.status for record in records] == ["finished"] * 2
